@@ -1,1 +1,1 @@
-
+"""Draft heads, one file per kind."""

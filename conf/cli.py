@@ -1,0 +1,174 @@
+"""The shell around every command: Hydra-style overrides in, one line per mistake out.
+
+    @main("eval")
+    def run(cfg: EvalCommandConf) -> Outcome: ...
+
+Exit codes: 0 done, 2 a mistake the user can mend (one line on standard error), 130 interrupted; anything else
+is a bug and keeps its traceback. Logs and progress go to standard error. The last line of standard output
+names the file written, or with json=true is one JSON object.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.errors import UserError
+from conf.explain import explain, mistake, usage
+from conf.schema import COMMANDS
+
+CONF = str(Path(__file__).parent.resolve())
+
+
+@dataclass
+class Outcome:
+    """What a command did: `path` is the file (or folder) to look at, `values` what json=true prints."""
+
+    path: Path | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def load(command: str, overrides: list[str]) -> Any:
+    """The command's settings as a dataclass of conf.schema. Raises UserError with one line for a mistake."""
+    return _plain_objects(_compose(command, overrides))
+
+
+def choices(command: str, overrides: list[str]) -> dict[str, str]:
+    """Which file each group was filled from, e.g. {"budget": "demo"}; groups left empty are absent."""
+    with initialize_config_dir(CONF, version_base="1.3", job_name=command):
+        chosen = compose(command, overrides, return_hydra_config=True).hydra.runtime.choices
+    return {group: name for group, name in chosen.items() if name is not None and not group.startswith("hydra/")}
+
+
+def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], list[str]] | None = None):
+    """Decorator: `run(cfg) -> Outcome | None` becomes the entry point of `command`.
+
+    multirun: run under hydra.main, so that -m, sweepers and launchers work (each job validated as it starts).
+    resolve:  rewrites the overrides before anything runs (a default that depends on the machine, say).
+    """
+
+    def decorate(run: Callable[[Any], Outcome | None]) -> Callable[[], None]:
+        @functools.wraps(run)
+        def entry() -> None:
+            overrides = sys.argv[1:]
+            if {"-h", "--help"} & set(overrides):
+                print(usage(command))
+                return
+            quiet_logs()
+            with reported():
+                if multirun:
+                    _under_hydra(command, run, resolve, overrides)
+                    return
+                flags = [word for word in overrides if word.startswith("-")]
+                if flags:
+                    raise UserError(f"expected settings like name=value, found {flags[0]}; {command} takes no flags")
+                settings = resolve(overrides) if resolve else overrides
+                _finish(run, load(command, settings))
+
+        return entry
+
+    return decorate
+
+
+class reported:  # noqa: N801 - reads as a statement
+    """Context: a mistake or Ctrl-C inside ends the process with one line; a bug passes through."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            hint = str(error) or "run the same command again to continue from what is in the cache"
+            print(f"interrupted; {hint}", file=sys.stderr)
+            raise SystemExit(130) from None
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        if isinstance(error, (HydraException, OmegaConfBaseException)):
+            print(f"error: {explain(error)}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+
+def quiet_logs() -> None:
+    """Our log lines to standard error, bare; other libraries' only from warnings up."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
+    for name in ("train", "data", "eval", "models"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _compose(command: str, overrides: list[str]) -> Any:
+    assert command in COMMANDS, command
+    if line := mistake(command, overrides):
+        raise UserError(line)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(CONF, version_base="1.3", job_name=command):
+            return compose(command, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from error
+
+
+def _plain_objects(cfg: Any) -> Any:
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise UserError(f"{missing[0]} has no value: give {missing[0]}=...")
+    return OmegaConf.to_object(cfg)
+
+
+def _under_hydra(command: str, run: Callable, resolve: Callable | None, words: list[str]) -> None:
+    """Validates, then hands over to hydra.main, which may run `run` here, many times, or through a launcher."""
+    flags = [word for word in words if word.startswith("-")]
+    settings = [word for word in words if not word.startswith("-")]
+    if set(flags) <= {"-m", "--multirun"}:  # Hydra's other flags (--cfg job) are for Hydra alone
+        if line := mistake(command, settings):
+            raise UserError(line)
+        if not flags:
+            load(command, settings)  # a mistake ends here, in one line, before Hydra makes a folder
+        words = flags + (resolve(settings) if resolve else settings)
+
+    @functools.wraps(run)
+    def job(cfg) -> None:
+        with reported():
+            _finish(run, _plain_objects(cfg))
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must not swallow tracebacks: `reported` sorts the errors
+    sys.argv[1:] = words
+    hydra.main(config_path=CONF, config_name=command, version_base="1.3")(job)()
+
+
+def _finish(run: Callable[[Any], Outcome | None], cfg: Any) -> None:
+    outcome = run(cfg) or Outcome()
+    if cfg.json:
+        values = dict(outcome.values) | ({"path": str(outcome.path)} if outcome.path else {})
+        print(json.dumps(_plain(values)), flush=True)
+    elif outcome.path:
+        print(outcome.path, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """Strict JSON: no NaN or infinity, paths as text, numbers of tensors and arrays as numbers."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,197 @@
+"""The typed shape of every command's settings: a name that is not here is an error, in a file or typed by hand.
+
+Registered in Hydra's ConfigStore; the YAML files beside this one fill it. Commands receive these dataclasses
+(plain lists and numbers inside), never an OmegaConf object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class VerifierConf:
+    source: str = "smollm2"  # "smollm2" (shipped in a wheel), a local folder, or a hub name
+    dtype: str = "auto"  # auto: bfloat16 where the device has it natively, else float32
+    device: str = "auto"
+    aux_layers: list[int] | None = None  # null: 2, L//2, L-3
+    trust_remote_code: bool = False
+    revision: str | None = None
+
+
+@dataclass
+class HeadConf:
+    name: str = "eagle3"
+    ttt_steps: int = 7  # K; 1 is training without test-time steps
+    draft_vocab_size: int | None = None  # null: 8192 below 64k tokens, else 32000
+    step_decay: float = 0.8  # weight of step k is step_decay ** k
+    start: str = "verifier"  # "verifier": layer and norm from the verifier's; "random"
+    start_layer: int = -1  # which decoder layer to start from
+    start_lm_head: str = "verifier"  # "verifier" | "random"
+    fc_norm: bool = False  # EAGLE-3.1 switches
+    norm_output: bool = False
+
+
+@dataclass
+class DataConf:
+    path: Any = None  # JSONL(.gz) file, list, folder or glob; null: the verifier writes the dialogues
+    answers: str = "regenerate"  # "regenerate": the verifier answers; "given": keep the file's answers
+    max_documents: int | None = None
+    max_tokens: int | None = None  # answer tokens
+    minutes: float | None = None
+    max_new_tokens: int = 192
+    max_length: int = 2048  # longer documents are dropped, with a count
+    temperature: float = 0.0  # of answers
+    prompt_temperature: float = 1.0  # of prompts that the verifier writes
+    batch_size: int = 64  # sequences generated at once
+    validation: int = 24  # documents held out
+    store: bool = True  # keep the verifier's states on disk; false: compute them in every step
+    store_dtype: str = "float32"
+    seed: int = 0
+
+
+@dataclass
+class OptimConf:
+    name: str = "adamw"  # "adamw" | "muon" (Muon for the matrices inside the layer, AdamW for the rest)
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    matrix_lr: float = 0.02  # Muon's part
+    momentum: float = 0.95  # Muon's part
+    warmup_ratio: float = 0.03
+    final_lr_ratio: float = 0.0
+    clip: float = 0.5
+
+
+@dataclass
+class TrainerConf:
+    max_steps: int | None = None  # optimizer steps; the first bound met of these three ends the run
+    minutes: float | None = None
+    epochs: float | None = None
+    tokens_per_step: int = 1024  # per rank and accumulation step
+    accumulate: int = 1
+    accelerator: str = "auto"
+    devices: Any = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "auto"  # auto: bf16-mixed where the device has bfloat16 natively, else 32-true
+    log_every: int = 10
+    validate_every: int = 200  # optimizer steps; 0: never
+    validate_prompts: int = 8
+    checkpoint_every: int = 200
+    progress: bool = True
+
+
+@dataclass
+class DecodeConf:
+    mode: str = "chain"
+    depth: int = 5
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+    dtype: str = "float32"
+
+
+@dataclass
+class EvaluationConf:
+    prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])  # suite names or JSONL paths
+    limit: int | None = None  # prompts per suite
+    plots: bool = True
+    report: bool = True
+
+
+@dataclass
+class LoggerConf:
+    wandb: bool = True  # offline unless WANDB_MODE says otherwise; metrics.csv is always written
+    project: str = "eyrie"
+
+
+@dataclass
+class RunConf:
+    """What every command has."""
+
+    seed: int = 0
+    json: bool = False  # print one JSON object as the last line of standard output
+    threads: int | None = None  # null: torch's choice
+
+
+@dataclass
+class TrainConf(RunConf):
+    """python -m train"""
+
+    name: str = "train"  # the run folder is output_dir/name/time
+    budget_name: str | None = None
+    output_dir: str = "outputs"
+    plan: bool = False  # print the plan and stop
+    resume: str | None = None  # a run folder to continue
+    # "???" here, so that a group file may leave it for the user to give
+    verifier: VerifierConf = field(default_factory=lambda: VerifierConf(source=MISSING))
+    head: HeadConf = field(default_factory=HeadConf)
+    data: DataConf = field(default_factory=lambda: DataConf(path=MISSING))
+    optim: OptimConf = field(default_factory=OptimConf)
+    trainer: TrainerConf = field(default_factory=TrainerConf)
+    decode: DecodeConf = field(default_factory=DecodeConf)
+    evaluation: EvaluationConf = field(default_factory=EvaluationConf)
+    logger: LoggerConf = field(default_factory=LoggerConf)
+
+
+@dataclass
+class DataCommandConf(TrainConf):
+    """python -m data: takes the same experiments and budgets as training, so the caches are the same ones."""
+
+    task: str | None = None  # synthesize | regenerate | tokenize | vocab | capture | inspect
+    limit: int | None = None  # documents to show or process
+    out: str | None = None
+
+
+@dataclass
+class EvalCommandConf(RunConf):
+    """python -m eval"""
+
+    run: str | None = None  # a run folder, or a head folder
+    verifier: str | None = None  # null: the one the head was trained for
+    prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
+    limit: int | None = None  # prompts per suite
+    temperature: float | None = None  # short for decode.temperature
+    plots: bool = True
+    report: bool = True
+    out: str | None = None  # null: the run folder
+    decode: DecodeConf = field(default_factory=DecodeConf)
+
+
+@dataclass
+class TheoryCommandConf(RunConf):
+    """python -m eval.theory"""
+
+    alpha: float | None = None
+    profile: list[float] | None = None
+    c: float = 0.05
+    max_n: int = 64
+
+
+@dataclass
+class ExportCommandConf(RunConf):
+    """python -m models.export"""
+
+    run: str | None = None  # a run folder, or a head folder
+    format: str = "safeai"
+    out: str | None = None
+    dtype: str = "float32"
+    embedding: bool = False  # also write the verifier's embedding (needs the verifier)
+
+
+COMMANDS = {
+    "train": TrainConf,
+    "data": DataCommandConf,
+    "eval": EvalCommandConf,
+    "theory": TheoryCommandConf,
+    "export": ExportCommandConf,
+}
+for _name, _schema in COMMANDS.items():
+    ConfigStore.instance().store(name=f"{_name}_schema", node=_schema)

@@ -1,0 +1,87 @@
+"""The tokenised dialogue that everything after tokenisation works on, and why rows get dropped."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+class Drop(Exception):
+    """A row that cannot be used. The message is the reason under which it is counted: keep it short and fixed."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One dialogue as token ids, with the answers that are supervised.
+
+    input_ids: the whole dialogue, generated answers exactly as they were generated.
+    spans:     half-open [start, end) of each answer, ascending, disjoint: its tokens and its end-of-turn
+               token (absent when the answer was cut), without what the template writes after that.
+    """
+
+    id: str
+    input_ids: list[int]
+    spans: list[tuple[int, int]]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        edges = [0, *(edge for span in self.spans for edge in span), len(self.input_ids)]
+        assert all(a <= b for a, b in pairwise(edges)), f"spans {self.spans} do not fit {len(self.input_ids)} ids"
+
+    @property
+    def labels(self) -> int:
+        """How many rows of the verifier's law label something (`models.states.label_rows`)."""
+        return sum(max(0, end - start - 1) for start, end in self.spans)
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+    @property
+    def content_hash(self) -> str:
+        """sha256 hex of ids and spans; name and source do not enter."""
+        flat = array("q", [len(self.input_ids), *self.input_ids, *(edge for span in self.spans for edge in span)])
+        return hashlib.sha256(flat.tobytes()).hexdigest()
+
+
+def clip(document: Document, max_length: int) -> Document:
+    """The first `max_length` tokens; raises Drop when nothing supervised is left."""
+    if len(document.input_ids) > max_length:
+        spans = [(start, min(end, max_length)) for start, end in document.spans if start < max_length]
+        document = Document(document.id, document.input_ids[:max_length], spans, document.source)
+        if not document.labels:
+            raise Drop("answer begins beyond max_length")
+    elif not document.labels:
+        raise Drop("answer shorter than two tokens")
+    return document
+
+
+def content_hash(documents: Iterable[Document]) -> str:
+    """One hash for an ordered list of documents."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(bytes.fromhex(document.content_hash))
+    return digest.hexdigest()
+
+
+def split(documents: Sequence[Document], validation: int) -> tuple[list[Document], list[Document], int]:
+    """(train, validation, duplicates dropped), chosen by hash of content so that no row can be in both.
+
+    The `validation` documents with the lowest hashes are held out, at most a fifth of all. Exact duplicates
+    count once. Both lists keep the input order, so adding rows moves few documents across.
+    """
+    unique: dict[str, Document] = {}
+    for document in documents:
+        unique.setdefault(document.content_hash, document)
+    held_out = set(sorted(unique)[: min(validation, len(unique) // 5)])
+    train = [document for key, document in unique.items() if key not in held_out]
+    return train, [document for key, document in unique.items() if key in held_out], len(documents) - len(unique)
+
+
+def describe(counts: Counter | dict[str, int]) -> str:
+    """`3 bad JSON, 1 empty answer`, most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item)))

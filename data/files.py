@@ -1,0 +1,59 @@
+"""Small file habits of the caches: whole files or none, one writer at a time, readable settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+log = logging.getLogger(__name__)
+
+
+def key_of(settings: dict) -> str:
+    """Content key: sha256 hex of the settings, order of names aside."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    """sha256 hex of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Atomic: another process sees the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict:
+    """The object in `path`, {} when the file is absent or not JSON (then it is written anew)."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Wait until no other process writes in this cache folder; the lock goes when its process ends."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        log.info(f"waiting for another process that writes {folder}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

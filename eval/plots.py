@@ -1,0 +1,138 @@
+"""PNGs of a run: n-alpha by depth, tau and speed-up by N, loss and accuracy over training."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from eval.theory import expected_tokens
+
+COLOURS = ("#2a6f97", "#d1495b", "#66a182", "#edae49", "#7b5ea7", "#6c757d", "#00798c", "#a44a3f")
+STYLE = {"linewidth": 2, "marker": "o", "markersize": 5}
+STAR = {"marker": "*", "markersize": 14, "markeredgecolor": "white"}
+
+
+def plot_alpha_by_depth(runs: dict[str, dict], path: Path) -> Path:
+    """n-alpha with Wilson intervals, one line a run. runs: label -> alpha.json's values."""
+    figure, (axes,) = _figure(1)
+    for colour, (label, values) in zip(_colours(), runs.items(), strict=False):
+        points = [
+            (k, alpha, interval)
+            for k, (alpha, interval) in enumerate(
+                zip(values["alpha_by_depth"], values["intervals"]["alpha_by_depth"], strict=True), 1
+            )
+            if alpha is not None
+        ]
+        depths, alphas = [k for k, _, _ in points], [alpha for _, alpha, _ in points]
+        axes.plot(depths, alphas, color=colour, label=label, **STYLE)
+        low, high = [i[0] for *_, i in points], [i[1] for *_, i in points]
+        axes.fill_between(depths, low, high, color=colour, alpha=0.18, lw=0)
+    axes.set(xlabel="depth n", ylabel="n-alpha", title="Acceptance given that all before was accepted", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(runs) > 1:
+        axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_tau_by_n(runs: dict[str, dict], path: Path) -> Path | None:
+    """Tokens per verify call by depth N from the measured profile, and the speed-up that the times promise.
+
+    None when no run has an accepted-by-depth profile.
+    """
+    runs = {label: v for label, v in runs.items() if v["alpha_by_depth"] and v["alpha_by_depth"][0] is not None}
+    timed = any(values["predicted"] for values in runs.values())
+    if not runs:
+        return None
+    figure, axes = _figure(2 if timed else 1)
+    for colour, (label, values) in zip(_colours(), runs.items(), strict=False):
+        profile = [alpha for alpha in values["alpha_by_depth"] if alpha is not None]
+        depths = range(1, len(profile) + 1)
+        axes[0].plot(depths, [expected_tokens(profile[:n]) for n in depths], color=colour, label=label, **STYLE)
+        axes[0].plot([values["depth"]], [values["tau"]], color=colour, **STAR)
+        if values["predicted"]:
+            by_n = values["predicted"]["speedup_by_n"]
+            axes[1].plot([int(n) for n in by_n], list(by_n.values()), color=colour, label=label, **STYLE)
+            axes[1].plot([values["depth"]], [values["speedup"]], color=colour, **STAR)
+    axes[0].set(xlabel="drafts per verify call N", ylabel="tau", title="Tokens per verify call (star: measured)")
+    if timed:
+        axes[1].axhline(1, color="#999999", lw=1, ls="--")
+        axes[1].set(xlabel="drafts per verify call N", ylabel="speed-up", title="Speed-up predicted (star: measured)")
+    for one in axes:
+        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(runs) > 1:
+        axes[0].legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_training(metrics: dict[str, list[tuple[float, float]]], path: Path) -> Path | None:
+    """Loss, accuracy by TTT step, and held-out tau over optimizer steps. None when nothing was logged."""
+    loss = metrics.get("train/loss", [])
+    accuracy = {k: metrics[f"train/accuracy_{k}"] for k in range(64) if metrics.get(f"train/accuracy_{k}")}
+    tau = metrics.get("val/tau", [])
+    panels = [bool(loss), bool(accuracy), bool(tau)]
+    if not any(panels):
+        return None
+    figure, axes = _figure(sum(panels))
+    axes = iter(axes)
+    if loss:
+        one = next(axes)
+        one.plot(*zip(*loss, strict=True), color=COLOURS[0], lw=1.6)
+        one.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
+    if accuracy:
+        one = next(axes)
+        for colour, (k, points) in zip(_colours(), accuracy.items(), strict=False):
+            one.plot(*zip(*points, strict=True), color=colour, lw=1.4, label=f"step {k}")
+        one.set(xlabel="optimizer step", ylabel="accuracy", title="Training accuracy by TTT step", ylim=(0, 1))
+        one.legend(frameon=False, ncols=2, fontsize=8)
+    if tau:
+        one = next(axes)
+        one.plot(*zip(*tau, strict=True), color=COLOURS[1], **STYLE)
+        one.set(xlabel="optimizer step", ylabel="tau", title="Free-running tau, held-out prompts")
+    return _save(figure, path)
+
+
+def read_metrics(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """metrics.csv -> (step, value) points of each column; empty and unreadable cells are left out."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    if not path.is_file():
+        return points
+    with path.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            if not _is_number(row.get("step")):
+                continue
+            for name, value in row.items():
+                if name and name != "step" and _is_number(value):
+                    points.setdefault(name, []).append((float(row["step"]), float(value)))
+    return points
+
+
+def _is_number(text) -> bool:
+    return isinstance(text, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text.strip()) is not None
+
+
+def _colours():
+    while True:
+        yield from COLOURS
+
+
+def _figure(panels: int):
+    """A figure with `panels` axes side by side, without pyplot's global state."""
+    figure = Figure(figsize=(1 + 4.6 * panels, 3.6), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(axis="y", color="#e3e3e3", lw=0.8)
+        one.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

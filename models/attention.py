@@ -1,0 +1,174 @@
+"""Attention for a frozen verifier: one function, registered with transformers, that follows a plan.
+
+transformers builds a mask per call from what it knows of the batch. The verifier adapter knows more (documents packed
+into a row, cache lengths per sequence, draft trees), so it hands a plan to the model's forward, and the model hands it
+through to `attend` in each layer together with that layer's own window and soft-cap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from conf.errors import UserError
+
+NAME = "eyrie"
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """Causal attention inside each document of packed rows. runs: (row, start, stop) of each document."""
+
+    runs: list[tuple[int, int, int]]
+    whole_rows: bool  # every row is one document: a single call does
+
+    @classmethod
+    def of(cls, document_BT: Tensor) -> PackedPlan:
+        """From document indices [B, T], -1 on pads. A document is one unbroken run of its index."""
+        runs = []
+        for b, row in enumerate(document_BT.tolist()):
+            start = 0
+            for t in range(1, len(row) + 1):
+                if t == len(row) or row[t] != row[start]:
+                    if row[start] >= 0:
+                        runs.append((b, start, t))
+                    start = t
+        whole = [(b, 0, document_BT.shape[1]) for b in range(document_BT.shape[0])]
+        return cls(runs, runs == whole)
+
+    def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None):
+        if self.whole_rows:
+            return _causal(q_BHTF, k, v, scale, window, softcap)
+        out_BHTF = torch.zeros_like(q_BHTF)  # rows of pads stay zero
+        for b, start, stop in self.runs:
+            part = (slice(b, b + 1), slice(None), slice(start, stop))
+            out_BHTF[part] = _causal(q_BHTF[part], k[part], v[part], scale, window, softcap)
+        return out_BHTF
+
+
+@dataclass
+class CachePlan:
+    """Attention of T new rows per sequence over a cache.
+
+    length_B: slots in use before the new rows. count_B: how many of the T rows are real.
+    parents_BT: None for a chain; else the parent of each new row, -1 for the cached prefix.
+    Row t of sequence b sits in slot length_B[b] + t, and at position length_B[b] + depth.
+    """
+
+    length_B: list[int]
+    count_B: list[int]
+    tokens: int
+    slots: int  # slots that the returned keys cover
+    parents_BT: list[list[int]] | None = None
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def depth_BT(self) -> Tensor:
+        """Depth below the cached prefix of each new row, int64 [B, T]; t itself for a chain."""
+        if self.parents_BT is None:
+            return torch.arange(self.tokens).expand(len(self.length_B), -1)
+        depths = []
+        for parents in self.parents_BT:
+            row: list[int] = []
+            for t, parent in enumerate(parents):
+                assert -1 <= parent < t, "a parent comes before its children"
+                row.append(0 if parent < 0 else row[parent] + 1)
+            depths.append(row)
+        return torch.tensor(depths).view(len(self.length_B), self.tokens)
+
+    def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None):
+        if self.parents_BT is None and max(self.length_B) == 0:
+            new = slice(0, self.tokens)
+            return _causal(q_BHTF, k[:, :, new], v[:, :, new], scale, window, softcap)
+        if window is not None and window >= self.slots:
+            window = None
+        if window not in self.masks:
+            self.masks[window] = self._mask(window, q_BHTF)
+        return _sdpa(q_BHTF, k, v, scale, self.masks[window], softcap)
+
+    def _mask(self, window: int | None, like: Tensor) -> Tensor | None:
+        """Additive mask [B, 1, T, slots], or None where every row sees every slot."""
+        even = min(self.length_B) == max(self.length_B)
+        if self.tokens == 1 and even and window is None and min(self.count_B) == 1:
+            return None
+        seen_BTC = self._visible(window)
+        mask_BTC = torch.zeros(seen_BTC.shape, dtype=like.dtype).masked_fill_(~seen_BTC, float("-inf"))
+        return mask_BTC.unsqueeze(1).to(like.device, non_blocking=True)
+
+    def _visible(self, window: int | None) -> Tensor:
+        slot_C = torch.arange(self.slots)
+        length_B11 = torch.tensor(self.length_B).view(-1, 1, 1)
+        if self.parents_BT is None:
+            # Rows past the count are junk that nobody reads: they see what the last real row sees, so that no row
+            # has an empty softmax (its NaN would spread through masked slots).
+            last_B11 = torch.tensor(self.count_B).view(-1, 1, 1) - 1
+            row_BT1 = torch.arange(self.tokens).view(1, -1, 1).minimum(last_B11)
+            position_BT1 = (length_B11 + row_BT1).clamp_min(0)
+            seen_BTC = slot_C <= position_BT1
+            return seen_BTC if window is None else seen_BTC & (slot_C > position_BT1 - window)
+        depth_BT = self.depth_BT()
+        position_BC = slot_C.repeat(len(self.length_B), 1)
+        seen_BTC = (slot_C < length_B11).repeat(1, self.tokens, 1)
+        for b, (base, parents) in enumerate(zip(self.length_B, self.parents_BT, strict=True)):
+            for t, parent in enumerate(parents[: self.slots - base]):
+                if parent >= 0:
+                    seen_BTC[b, t, base:] = seen_BTC[b, parent, base:]
+                seen_BTC[b, t, base + t] = True
+                position_BC[b, base + t] = base + depth_BT[b, t]
+        if window is not None:
+            seen_BTC &= position_BC.unsqueeze(1) > length_B11 + depth_BT.unsqueeze(-1) - window
+        return seen_BTC
+
+
+def _causal(q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    tokens = q_BHTF.shape[2]
+    if softcap is None and (window is None or window >= tokens):
+        return F.scaled_dot_product_attention(q_BHTF, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    index = torch.arange(tokens, device=q_BHTF.device)
+    ahead_TT = index - index[:, None]
+    hidden_TT = ahead_TT > 0 if window is None else (ahead_TT > 0) | (ahead_TT <= -window)
+    mask_TT = torch.zeros(tokens, tokens, dtype=q_BHTF.dtype, device=q_BHTF.device)
+    return _sdpa(q_BHTF, k, v, scale, mask_TT.masked_fill_(hidden_TT, float("-inf")), softcap)
+
+
+def _sdpa(q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float | None) -> Tensor:
+    """Attention of grouped queries without copying keys and values per head."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q_BHTF, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    batch, heads, tokens, width = q_BHTF.shape
+    groups = (batch, k.shape[1], heads // k.shape[1], tokens)
+    score = q_BHTF.reshape(*groups[:2], -1, width) @ k.transpose(2, 3) * scale
+    score = (torch.tanh(score / softcap) * softcap).view(*groups, -1)
+    if mask is not None:
+        score = score + (mask.unsqueeze(2) if mask.dim() == 4 else mask)
+    weight = score.softmax(-1, dtype=torch.float32).to(v.dtype)
+    return (weight.view(*groups[:2], -1, k.shape[2]) @ v).view(batch, heads, tokens, -1)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    eyrie_plan: PackedPlan | CachePlan | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """The function that transformers' attention modules call. query [B, H, T, F], key and value [B, kv, C, F]."""
+    if s_aux is not None:
+        raise UserError(f"expected plain softmax attention, found attention sinks in {type(module).__name__}: "
+                        "this architecture is not supported as a verifier")
+    assert eyrie_plan is not None, "the verifier's model is driven through models.verifier.Verifier"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out_BHTF = eyrie_plan.attend(query, key, value, scale, sliding_window, softcap)
+    return out_BHTF.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attend)

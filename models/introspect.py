@@ -1,0 +1,158 @@
+"""What the verifier adapter reads off a transformers model: its parts, its shape, its weights, their hash."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+
+NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
+@dataclass(frozen=True)
+class Parts:
+    base: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    lm_head: nn.Module
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """The decoder stack, its layers, the final norm and the LM head. Raises UserError where one is missing."""
+    kind = type(model).__name__
+    lm_head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if lm_head is None:
+        raise UserError(f"expected a causal language model with an LM head, found {kind}: name another verifier")
+    base = model.get_decoder() if hasattr(model, "get_decoder") else None
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in (base or model).children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    norms = [getattr(base, n) for n in NORM_NAMES if hasattr(base, n)]
+    if base is None or not stacks or not norms:
+        raise UserError(
+            f"expected a decoder with {count} layers and a final norm, found {kind} built otherwise: "
+            "this architecture is not supported as a verifier"
+        )
+    return Parts(base, stacks[0], norms[0], lm_head)
+
+
+def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """Ascending distinct layer ids in 0..L-1; the default 2, L//2, L-3 needs L >= 7 (MATH: EAGLE-3)."""
+    if aux_layers is None:
+        if num_layers < 7:
+            raise UserError(
+                f"expected at least 7 layers for the default captured layers (2, L//2, L-3), found {num_layers}: "
+                "name them yourself, e.g. verifier.aux_layers=[0,1,2]"
+            )
+        return (2, num_layers // 2, num_layers - 3)
+    ids = tuple(int(i) for i in aux_layers)
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
+        raise UserError(
+            f"expected verifier.aux_layers to be ascending distinct ids in 0..{num_layers - 1}, found {list(ids)}"
+        )
+    return ids
+
+
+def use_plan_attention(model: nn.Module, config, name: str) -> None:
+    """Route every layer's attention through the function registered under `name`; UserError where that cannot be."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or not getattr(model, "_supports_attention_backend", False):
+        what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "an attention of its own"
+        raise UserError(
+            f"expected softmax attention that transformers can replace, found {what} in {type(model).__name__}: "
+            "this architecture is not supported as a verifier"
+        )
+    model.set_attn_implementation(name)
+
+
+def geometry(config, vocab_size: int) -> dict:
+    """The verifier's shape as a head's configuration names it. rope_parameters is that of the full-attention layers."""
+    heads = config.num_attention_heads
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if isinstance(rope.get("full_attention"), dict):
+        rope = dict(rope["full_attention"])
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", 1e-5),
+        "hidden_act": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"),
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": rope,
+        "vocab_size": vocab_size,
+    }
+
+
+def finish_logits(config, logits: Tensor) -> Tensor:
+    """What some architectures do after the LM head: scale (Cohere), divide (Granite), soft-cap (Gemma)."""
+    if getattr(config, "logit_scale", None):
+        logits = logits * config.logit_scale
+    if getattr(config, "logits_scaling", None):
+        logits = logits / config.logits_scaling
+    cap = getattr(config, "final_logit_softcapping", None)
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module) -> Tensor:
+    """The scale [D] of an RMSNorm as a plain one holds it (Gemma stores it less one), seen from what it does to ones."""
+    weight = norm.weight
+    seen = norm(torch.ones_like(weight)[None])[0]
+    return weight if (seen - weight).abs().max() <= (seen - 1 - weight).abs().max() else weight + 1
+
+
+def plain_layer(layer: nn.Module, shape: dict) -> dict[str, Tensor]:
+    """A decoder layer's weights by Llama's names: norms as plain RMSNorms hold them, Phi-3's fused projections split."""
+    state = {name: value.detach() for name, value in layer.state_dict().items()}
+    for name, module in layer.named_modules():
+        if name.endswith("norm") and f"{name}.weight" in state:
+            state[f"{name}.weight"] = norm_scale(module)
+    if "self_attn.qkv_proj.weight" in state:
+        keys = shape["num_key_value_heads"] * shape["head_dim"]
+        sizes = [shape["num_attention_heads"] * shape["head_dim"], keys, keys]
+        parts = state.pop("self_attn.qkv_proj.weight").split(sizes)
+        state |= {f"self_attn.{n}_proj.weight": p for n, p in zip("qkv", parts, strict=True)}
+    if "mlp.gate_up_proj.weight" in state:
+        gate, up = state.pop("mlp.gate_up_proj.weight").chunk(2)
+        state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    return state
+
+
+def _feed(digest, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    digest.update(memoryview(flat.numpy()))
+
+
+def hash_model(model: nn.Module) -> str:
+    """sha256 over the sorted weights of a model in memory: name, dtype, shape, bytes. Tied copies count once."""
+    digest = hashlib.sha256()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name, tensor in sorted(model.state_dict().items()):
+        if name not in tied:
+            _feed(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def hash_files(files: Sequence[Path]) -> str:
+    """The same over safetensors files, however the tensors are spread over them."""
+    from safetensors import safe_open
+
+    digest = hashlib.sha256()
+    where: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, "pt") as handle:
+            where |= dict.fromkeys(handle.keys(), file)
+    for name in sorted(where):
+        with safe_open(where[name], "pt") as handle:
+            _feed(digest, name, handle.get_tensor(name))
+    return digest.hexdigest()

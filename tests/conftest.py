@@ -1,0 +1,33 @@
+"""One quiet, offline, single-threaded setting for every test; caches go to a temporary folder."""
+
+import os
+import tempfile
+
+# Before torch, transformers and wandb are imported, and inherited by the commands that tests start.
+_CACHE = tempfile.TemporaryDirectory(prefix="eyrie-tests-")
+os.environ.update(
+    EYRIE_CACHE=_CACHE.name,
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+    OMP_NUM_THREADS="1",
+    MPLBACKEND="Agg",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Each test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+def pytest_unconfigure():
+    _CACHE.cleanup()

