@@ -56,7 +56,7 @@ def choices(command: str, overrides: list[str]) -> dict[str, str]:
 
 
 def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], list[str]] | None = None):
-    """Decorator: `run(cfg) -> Outcome | None` becomes the entry point of `command`.
+    """Decorator: `run(cfg) -> Outcome` becomes the entry point of `command`; None says nothing (ranks above 0).
 
     multirun: run under hydra.main, so that -m, sweepers and launchers work (each job validated as it starts).
     resolve:  rewrites the overrides before anything runs (a default that depends on the machine, say).
@@ -153,7 +153,10 @@ def _under_hydra(command: str, run: Callable, resolve: Callable | None, words: l
 
 
 def _finish(run: Callable[[Any], Outcome | None], cfg: Any) -> None:
-    outcome = run(cfg) or Outcome()
+    quiet_logs()  # Hydra resets logging before each job
+    outcome = run(cfg)
+    if outcome is None:
+        return
     if cfg.json:
         values = dict(outcome.values) | ({"path": str(outcome.path)} if outcome.path else {})
         print(json.dumps(_plain(values)), flush=True)

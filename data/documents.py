@@ -84,4 +84,5 @@ def split(documents: Sequence[Document], validation: int) -> tuple[list[Document
 
 def describe(counts: Counter | dict[str, int]) -> str:
     """`3 bad JSON, 1 empty answer`, most frequent first."""
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item)))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item))
+    return ", ".join(f"{count} {reason}" for reason, count in ordered if count)

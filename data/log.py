@@ -1,4 +1,4 @@
-"""An append-only JSONL file written in rounds: what a killed run leaves is whole rounds, and it continues after them."""
+"""An append-only JSONL file written in rounds: a killed run leaves whole rounds and continues after them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ class RoundLog:
                     self._closed(pending)
                     pending = []
         os.truncate(path, good)
+
+    @staticmethod
+    def exists(path: Path) -> bool:
+        """Whether anything was written."""
+        return path.is_file() and path.stat().st_size > 0
 
     def append(self, rows: list[dict], round_index: int, counts: Counter, seconds: float) -> None:
         """Write one round (not empty) and make it last."""

@@ -108,9 +108,10 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path) -> RoundLog
     """Run or finish the verifier's writing into `folder`/dialogues.jsonl; at once when it is complete."""
     path, state = folder / "dialogues.jsonl", folder / "complete.json"
     with only_writer(folder):
-        rows = RoundLog(path)
-        if read_json(state).get("rows") == len(rows.rows) > 0:
+        rows, finished = RoundLog(path), read_json(state)
+        if finished.get("rows") == len(rows.rows) > 0:
             log.info(f"dialogues: {len(rows.rows)} from {path}")
+            rows.counts.update(finished["bad rows"])
             return rows
         if rows.rows:
             log.info(f"dialogues: continuing after {len(rows.rows)} in {path}")

@@ -281,7 +281,9 @@ def _begin(verifier: Verifier, name: str, dialogue: Dialogue, sampling: Sampling
     return _Growing(name, dialogue, messages, ids, [], [dialogue.messages[index] for index in users[1:]])
 
 
-def _grow(verifier: Verifier, item: _Growing, generation: Generation | None, sampling: Sampling, counts: Counter) -> None:
+def _grow(
+    verifier: Verifier, item: _Growing, generation: Generation | None, sampling: Sampling, counts: Counter
+) -> None:
     """Add an answer, and the next user turn when there is one and room for it."""
     item.open = False
     if generation is None:

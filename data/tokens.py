@@ -17,14 +17,13 @@ from conf.errors import UserError
 from data.documents import Document, Drop, clip, describe
 from data.sources import Dialogue
 from models.chat import render
+from models.vocab import DraftVocab
 
 if TYPE_CHECKING:
     from models.verifier import Verifier
 
 
-def tokenize(
-    dialogues: Iterable[Dialogue], verifier: Verifier, max_length: int, counts: Counter, check_usable: bool = True
-) -> Iterator[Document]:
+def tokenize(dialogues: Iterable[Dialogue], verifier: Verifier, max_length: int, counts: Counter) -> Iterator[Document]:
     """Documents of the dialogues, at most `max_length` tokens each; unusable ones are counted by reason in `counts`.
 
     Raises UserError at the end when no dialogue was usable (another model's template, in most cases).
@@ -32,15 +31,16 @@ def tokenize(
     dropped, good = Counter(), 0
     for dialogue in dialogues:
         try:
-            document = clip(to_document(dialogue, verifier), max_length)
+            whole = to_document(dialogue, verifier)
+            document = clip(whole, max_length)
         except Drop as drop:
             dropped[str(drop)] += 1
             continue
         good += 1
-        counts["clipped to max_length"] += len(document.input_ids) == max_length
+        counts["clipped to max_length"] += document is not whole
         yield document
     counts.update(dropped)
-    if dropped and not good and check_usable:
+    if dropped and not good:
         raise UserError(
             f"expected dialogues for the chat template of {verifier.name}, could use none of {dropped.total()}: "
             f"{describe(dropped)}; give conversations as text, or use the verifier that wrote them"
@@ -82,6 +82,17 @@ def label_counts(documents: Iterable[Document], vocab_size: int) -> torch.Tensor
             ids = torch.tensor(document.input_ids[start + 1 : end], dtype=torch.int64)
             counts_V += torch.bincount(ids, minlength=vocab_size)
     return counts_V
+
+
+def draft_vocab(documents: Iterable[Document], vocab_size: int, size: int | None = None) -> tuple[DraftVocab, float]:
+    """(vocabulary of the most frequent labels, the share of labels that it covers).
+
+    size None: 8192 for verifiers of fewer than 64k tokens, else 32000; all of a smaller vocabulary.
+    """
+    counts_V = label_counts(documents, vocab_size)
+    default = 8192 if vocab_size < 65536 else 32000
+    vocab = DraftVocab.from_counts(counts_V, min(default, vocab_size) if size is None else size)
+    return vocab, int(counts_V[vocab.ids_R].sum()) / max(1, int(counts_V.sum()))
 
 
 def _render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool) -> list[int]:
@@ -138,7 +149,7 @@ def _from_ids(dialogue: Dialogue, verifier: Verifier) -> tuple[list[int], list[t
 
 
 def _from_text(text: str, verifier: Verifier) -> tuple[list[int], list[tuple[int, int]]]:
-    """Text that carries headers already: answers are what stands between the answer header's ids and the end of turn."""
+    """Text that carries headers already: an answer is what stands between its header's ids and the end of turn."""
     question = [{"role": "user", "content": "?"}]
     bare = _render(verifier.tokenizer, question, False)
     header = _render(verifier.tokenizer, question, True)[len(bare) :]

@@ -146,7 +146,7 @@ def _report(verifier, drafter, runs, settings, times, found, same_rule, threads,
     return AlphaReport(
         **_numbers(counts),
         out_of_vocab_rate=_out_of_vocab_rate(drafter, runs),
-        times=_times_dict(times),
+        times=times_to_dict(times) if times else None,
         cost_ratio=times.draft / times.verify(settings.depth + 1) if times else None,
         dtype=str(verifier.dtype).removeprefix("torch."),
         threads=threads,
@@ -207,9 +207,8 @@ def _repetition_rate(runs: Sequence[PromptRun]) -> float | None:
     return ratio(sum(repeated_tokens(text) for text in texts), sum(len(text) for text in texts))
 
 
-def _times_dict(times: Times | None) -> dict | None:
-    if times is None:
-        return None
+def times_to_dict(times: Times) -> dict:
+    """`times` of an alpha.json, in seconds."""
     return {
         "t_decode": times.decode,
         "t_verify": {str(width): seconds for width, seconds in sorted(times.verify_by_width.items())},
@@ -220,7 +219,7 @@ def _times_dict(times: Times | None) -> dict | None:
 
 
 def times_from_dict(times: dict) -> Times:
-    """`Times` of an alpha.json's `times`."""
+    """The inverse of `times_to_dict`."""
     by_width = {int(width): seconds for width, seconds in times["t_verify"].items()}
     return Times(times["t_decode"], by_width, times["t_draft_first"], times["t_draft"], times["t_other"])
 

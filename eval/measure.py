@@ -122,7 +122,11 @@ def first_difference(verifier, run: PromptRun) -> dict | None:
 
 
 def measure_times(verifier, runs: Sequence[PromptRun], depth: int) -> Times | None:
-    """Median seconds of each part of a round; None when a part was never timed (no baseline, no second draft)."""
+    """Median seconds of each part of a round; None without a baseline or without a drafter that keeps its times.
+
+    Verify calls of other widths than the run's are timed afterwards, and scaled by how much faster or slower
+    the run's own width is then: on a shared machine the load may have changed in between.
+    """
     rounds = [r for run in runs for r in run.speculative.rounds]
     steps = [s for run in runs if run.baseline for s in run.baseline.step_seconds]
     first = [r.draft_first_seconds for r in rounds if r.draft_first_seconds is not None]
@@ -133,7 +137,8 @@ def measure_times(verifier, runs: Sequence[PromptRun], depth: int) -> Times | No
     by_width = time_verify(verifier, list(longest.prompt.input_ids), sorted({*WIDTHS, depth + 1}))
     full = [r.verify_seconds for r in rounds if len(r.drafted) == depth]
     if full:
-        by_width[depth + 1] = median(full)
+        scale = median(full) / by_width[depth + 1]
+        by_width = {width: seconds * scale for width, seconds in by_width.items()}
     other = median(r.seconds - r.draft_seconds - r.verify_seconds for r in rounds)
     return Times(median(steps), by_width, median(first), median(later) if later else median(first), other)
 

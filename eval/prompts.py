@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import conf
 from conf.errors import UserError
 from models.chat import render
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def read_suite(name: str) -> list[dict]:
     if name == "humaneval":
         return _read_rows(_humaneval_file(), "humaneval")
     if name == "eyrie":
-        return _read_rows(Path(conf.__file__).parent / "prompts" / "eyrie.jsonl", "eyrie")
+        return _read_rows(Path(conf.__file__).parent / "eyrie_prompts.jsonl", "eyrie")
     path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(f"no prompts '{name}': expected humaneval, eyrie, or a JSONL file that exists")
@@ -77,8 +80,8 @@ def _humaneval_file() -> Path:
 
 
 def _read_rows(path: Path, suite: str) -> list[dict]:
-    """Bad lines are left out; a file with nothing usable is an error that names the first fault."""
-    rows, fault = [], "no rows"
+    """Bad lines are left out, with a warning; a file with nothing usable is an error that names the first fault."""
+    rows, bad, fault = [], 0, "no rows"
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -87,12 +90,15 @@ def _read_rows(path: Path, suite: str) -> list[dict]:
                 row = json.loads(line)
                 text = _first_turn(row)
             except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
-                fault = fault if fault != "no rows" else f"line {number}: {type(error).__name__} {error}"
+                bad += 1
+                fault = fault if bad > 1 else f"line {number}: {type(error).__name__} {error}"
                 continue
             id = next((str(row[key]) for key in ("id", "question_id", "task_id") if key in row), f"{suite}/{number}")
             rows.append({"id": id, "category": str(row.get("category", suite)), "text": text})
     if not rows:
         raise UserError(f"{path}: expected JSONL rows with turns, prompt or conversations; found none ({fault})")
+    if bad:
+        log.warning("%s: left out %d rows that can't be used (first: %s)", path, bad, fault)
     return rows
 
 

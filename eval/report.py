@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from conf.errors import UserError
 from eval.plots import plot_alpha_by_depth, plot_tau_by_n, plot_training, read_metrics
@@ -31,7 +32,8 @@ h1 { font-size: 1.7rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .8rem; margin: 1.4rem 0; }
 .card, figure, .sample { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; }
 .card { padding: .8rem 1rem; } .card b { display: block; font-size: 1.7rem; color: var(--accent); line-height: 1.25; }
-figure { margin: 1rem 0; padding: .6rem; background: #fff; } figure img { display: block; width: 100%; height: auto; }
+figure { margin: 1rem 0; padding: .6rem; background: #fff; }
+figure img { display: block; max-width: 100%; height: auto; margin: auto; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; background: var(--card); border: 1px solid var(--line); font-size: .93rem; }
 th, td { padding: .32rem .8rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -269,7 +271,7 @@ def main(words: list[str]) -> int:
             page = write_report(runs[0])
         else:
             page = write_comparison(runs, Path(str(settings.get("out", "comparison.html"))))
-    except (UserError, OmegaConfBaseException) as error:
+    except (UserError, OmegaConfBaseException, YAMLError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(json.dumps({"path": str(page)}) if settings.get("json") else page)

@@ -14,9 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from conf.errors import UserError
-
 NAME = "eyrie"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a layer says about its attention. window: how many positions a row sees, itself included (None: all).
+
+    softcap: scores become softcap * tanh(score / softcap) (Gemma 2). sinks_H: a logit per head that takes part in the
+    softmax and carries no value (gpt-oss).
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a fused kernel computes it."""
+        return self.softcap is None and self.sinks_H is None
 
 
 @dataclass(frozen=True)
@@ -40,13 +57,14 @@ class PackedPlan:
         whole = [(b, 0, document_BT.shape[1]) for b in range(document_BT.shape[0])]
         return cls(runs, runs == whole)
 
-    def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None):
+    def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        """Attention [B, H, T, F] of one layer; keys and values are those of the same rows."""
         if self.whole_rows:
-            return _causal(q_BHTF, k, v, scale, window, softcap)
+            return _causal(q_BHTF, k, v, rule)
         out_BHTF = torch.zeros_like(q_BHTF)  # rows of pads stay zero
         for b, start, stop in self.runs:
             part = (slice(b, b + 1), slice(None), slice(start, stop))
-            out_BHTF[part] = _causal(q_BHTF[part], k[part], v[part], scale, window, softcap)
+            out_BHTF[part] = _causal(q_BHTF[part], k[part], v[part], rule)
         return out_BHTF
 
 
@@ -57,12 +75,13 @@ class CachePlan:
     length_B: slots in use before the new rows. count_B: how many of the T rows are real.
     parents_BT: None for a chain; else the parent of each new row, -1 for the cached prefix.
     Row t of sequence b sits in slot length_B[b] + t, and at position length_B[b] + depth.
+    masks: made once per forward for each window that the layers ask for.
     """
 
     length_B: list[int]
     count_B: list[int]
     tokens: int
-    slots: int  # slots that the returned keys cover
+    slots: int  # that the keys cover
     parents_BT: list[list[int]] | None = None
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
@@ -79,15 +98,16 @@ class CachePlan:
             depths.append(row)
         return torch.tensor(depths).view(len(self.length_B), self.tokens)
 
-    def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None):
-        if self.parents_BT is None and max(self.length_B) == 0:
+    def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        """Attention [B, H, T, F] of one layer over the cache's visible slots."""
+        if self.parents_BT is None and max(self.length_B) == 0 and self.slots >= self.tokens:
             new = slice(0, self.tokens)
-            return _causal(q_BHTF, k[:, :, new], v[:, :, new], scale, window, softcap)
-        if window is not None and window >= self.slots:
-            window = None
+            return _causal(q_BHTF, k[:, :, new], v[:, :, new], rule)
+        window = None if rule.window is not None and rule.window >= self.slots else rule.window
         if window not in self.masks:
-            self.masks[window] = self._mask(window, q_BHTF)
-        return _sdpa(q_BHTF, k, v, scale, self.masks[window], softcap)
+            mask = self._mask(window, q_BHTF)
+            self.masks[window] = mask if mask is None else _per_group(mask, q_BHTF, k)
+        return _grouped(q_BHTF, k, v, self.masks[window], rule)
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor | None:
         """Additive mask [B, 1, T, slots], or None where every row sees every slot."""
@@ -123,29 +143,41 @@ class CachePlan:
         return seen_BTC
 
 
-def _causal(q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _causal(q_BHTF: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    """Each row sees itself and the rows before it, as far as the window goes."""
     tokens = q_BHTF.shape[2]
-    if softcap is None and (window is None or window >= tokens):
-        return F.scaled_dot_product_attention(q_BHTF, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    if rule.plain and (rule.window is None or rule.window >= tokens):
+        return F.scaled_dot_product_attention(q_BHTF, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
     index = torch.arange(tokens, device=q_BHTF.device)
     ahead_TT = index - index[:, None]
-    hidden_TT = ahead_TT > 0 if window is None else (ahead_TT > 0) | (ahead_TT <= -window)
+    hidden_TT = ahead_TT > 0 if rule.window is None else (ahead_TT > 0) | (ahead_TT <= -rule.window)
     mask_TT = torch.zeros(tokens, tokens, dtype=q_BHTF.dtype, device=q_BHTF.device)
-    return _sdpa(q_BHTF, k, v, scale, mask_TT.masked_fill_(hidden_TT, float("-inf")), softcap)
+    mask_TT.masked_fill_(hidden_TT, float("-inf"))
+    return _grouped(q_BHTF, k, v, _per_group(mask_TT[None, None], q_BHTF, k), rule)
 
 
-def _sdpa(q_BHTF: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float | None) -> Tensor:
-    """Attention of grouped queries without copying keys and values per head."""
-    if softcap is None:
-        return F.scaled_dot_product_attention(q_BHTF, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+def _per_group(mask_B1TC: Tensor, q_BHTF: Tensor, k: Tensor) -> Tensor:
+    """The mask for `_grouped`: its rows once for each query head of a group."""
+    return mask_B1TC.repeat(1, 1, q_BHTF.shape[1] // k.shape[1], 1) if q_BHTF.shape[2] > 1 else mask_B1TC
+
+
+def _grouped(q_BHTF: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """Attention with the query heads that share keys stacked as rows: nothing is copied per head."""
     batch, heads, tokens, width = q_BHTF.shape
-    groups = (batch, k.shape[1], heads // k.shape[1], tokens)
-    score = q_BHTF.reshape(*groups[:2], -1, width) @ k.transpose(2, 3) * scale
-    score = (torch.tanh(score / softcap) * softcap).view(*groups, -1)
-    if mask is not None:
-        score = score + (mask.unsqueeze(2) if mask.dim() == 4 else mask)
-    weight = score.softmax(-1, dtype=torch.float32).to(v.dtype)
-    return (weight.view(*groups[:2], -1, k.shape[2]) @ v).view(batch, heads, tokens, -1)
+    q = q_BHTF.reshape(batch, k.shape[1], -1, width)
+    if rule.plain:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale)
+    else:
+        score = (q @ k.transpose(2, 3)).float() * rule.scale
+        if rule.softcap is not None:
+            score = torch.tanh(score / rule.softcap) * rule.softcap
+        if mask is not None:
+            score = score + mask
+        if rule.sinks_H is not None:
+            sink = rule.sinks_H.float().repeat_interleave(tokens).view(1, k.shape[1], -1, 1).expand(batch, -1, -1, 1)
+            score = torch.cat([score, sink], dim=-1)
+        out = score.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
+    return out.reshape(batch, heads, tokens, v.shape[3])
 
 
 def attend(
@@ -162,12 +194,9 @@ def attend(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The function that transformers' attention modules call. query [B, H, T, F], key and value [B, kv, C, F]."""
-    if s_aux is not None:
-        raise UserError(f"expected plain softmax attention, found attention sinks in {type(module).__name__}: "
-                        "this architecture is not supported as a verifier")
     assert eyrie_plan is not None, "the verifier's model is driven through models.verifier.Verifier"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out_BHTF = eyrie_plan.attend(query, key, value, scale, sliding_window, softcap)
+    out_BHTF = eyrie_plan.attend(query, key, value, Rule(scale, sliding_window, softcap, s_aux))
     return out_BHTF.transpose(1, 2).contiguous(), None
 
 

@@ -32,7 +32,7 @@ class KVCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.length_B, default=0)
 
-    def stage(self, tokens: int, count_B: Sequence[int], parents_BT: list[list[int]] | None, device: torch.device) -> int:
+    def stage(self, tokens: int, count_B: Sequence[int], parents_BT: list[list[int]] | None, device) -> int:
         """Make ready for a forward of `tokens` new rows per sequence; returns the number of visible slots."""
         for length, count in zip(self.length_B, count_B, strict=True):
             if length + count > self.capacity:
@@ -52,7 +52,7 @@ class KVCache(Cache):
             self._slots = (row_B1.to(device, non_blocking=True), slot_BT.to(device, non_blocking=True))
         return self._visible
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the new rows [B, kv, T, F] in place; returns views [B, kv, visible, F]."""
         while len(self.keys) <= layer_idx:
             self.keys.append(None)

@@ -12,8 +12,8 @@ SENTINEL = "zqxsentinelxqz"
 
 @dataclass(frozen=True)
 class AnswerStructure:
-    """How an answer ends. suffix_ids: what the template writes after the content of an answer that is not the last
-    message's business any more; end_ids: its leading part that belongs to the answer (the end-of-turn token)."""
+    """How an answer ends. suffix_ids: all that the template writes after the content of an answer (for ChatML the
+    end-of-turn token and a newline); end_ids: its leading part that belongs to the answer (the end-of-turn token)."""
 
     suffix_ids: tuple[int, ...]
     end_ids: tuple[int, ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -42,7 +41,9 @@ def folder() -> Path:
     source = gguf_path()
     with FileLock(f"{target}.lock"):
         if not target.is_dir():
-            work = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=target.parent))
+            work = target.with_name(f".{target.name}.part")
+            shutil.rmtree(work, ignore_errors=True)  # of a conversion that was killed
+            work.mkdir()
             try:
                 _convert(source, work)
                 os.replace(work, target)

@@ -104,14 +104,14 @@ def finish_logits(config, logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def norm_scale(norm: nn.Module) -> Tensor:
-    """The scale [D] of an RMSNorm as a plain one holds it (Gemma stores it less one), seen from what it does to ones."""
+    """The scale [D] of an RMSNorm as a plain one holds it (Gemma stores it less one), seen from its effect on ones."""
     weight = norm.weight
     seen = norm(torch.ones_like(weight)[None])[0]
     return weight if (seen - weight).abs().max() <= (seen - 1 - weight).abs().max() else weight + 1
 
 
 def plain_layer(layer: nn.Module, shape: dict) -> dict[str, Tensor]:
-    """A decoder layer's weights by Llama's names: norms as plain RMSNorms hold them, Phi-3's fused projections split."""
+    """A decoder layer's weights by Llama's names: norms as plain ones hold them, Phi-3's fused projections split."""
     state = {name: value.detach() for name, value in layer.state_dict().items()}
     for name, module in layer.named_modules():
         if name.endswith("norm") and f"{name}.weight" in state:

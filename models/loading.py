@@ -69,24 +69,28 @@ def load_model(source, *, dtype="auto", device="auto", trust_remote_code=False, 
     where = str(local or source)
     try:
         model, tokenizer = _from_pretrained(where, number, options)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _explained(source, local, error) from error
     return Loaded(model.to(place), tokenizer, _weight_files(local, where, options))
 
 
 def _from_pretrained(where: str, dtype: torch.dtype, options: dict) -> tuple[nn.Module, object]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     config = AutoConfig.from_pretrained(where, **options)
-    if type(config) not in AutoModelForCausalLM._model_mapping and not _has_remote_code(config):
-        # A vision-language config: its text half is what drafts are made for.
-        config = config.get_text_config()
-    model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, **options)
+    kind = AutoModelForCausalLM
+    if type(config) not in kind._model_mapping and type(config) in AutoModelForImageTextToText._model_mapping:
+        kind = AutoModelForImageTextToText  # the adapter then drives its text half
+    model, report = kind.from_pretrained(where, config=config, dtype=dtype, output_loading_info=True, **options)
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UserError(
+            f"expected every weight of {type(model).__name__} in {where}, found {len(missing)} missing, "
+            f"{missing[0]} first: they would be random; check that the folder is complete and of this architecture"
+        )
     return model, AutoTokenizer.from_pretrained(where, **options)
-
-
-def _has_remote_code(config) -> bool:
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
 
 
 def _explained(source: str, local: Path | None, error: Exception) -> UserError:

@@ -211,7 +211,7 @@ def test_prompts_go_through_the_chat_template(verifier):
     assert text.endswith("<|im_start|>assistant\n") and "lighthouse keeper" in text
 
 
-def test_rows_of_every_kind_and_bad_ones(tmp_path, verifier):
+def test_rows_of_every_kind_and_bad_ones(tmp_path, verifier, caplog):
     file = tmp_path / "mine.jsonl"
     file.write_text(
         '{"turns": ["first", "second"], "category": "x", "question_id": 81}\n'
@@ -223,6 +223,7 @@ def test_rows_of_every_kind_and_bad_ones(tmp_path, verifier):
     assert [(r["id"], r["category"], r["text"]) for r in read_suite(str(file))] == [
         ("81", "x", "first"), ("mine/4", "mine", "asked"), ("mine/5", "mine", "said"),
     ]  # fmt: skip
+    assert "left out 2 rows" in caplog.text
     file.write_text('{"text": 1}\n')
     with pytest.raises(UserError, match="line 1"):
         load_prompts(verifier, str(file))

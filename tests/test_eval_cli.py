@@ -1,12 +1,16 @@
 """`python -m eval` and `python -m eval.theory`, as a user types them."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from conf.cli import main
+from eval.command import evaluate_run
+from eval.theory import run as theory
 from models.export.native import StoredHead, save_head
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.verifier import Verifier
@@ -14,8 +18,25 @@ from models.vocab import DraftVocab
 from tiny import tiny_model, tiny_tokenizer
 
 
-def command(module: str, *words: str):
+def shell(module: str, *words: str):
     return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs an entry point in this process; returns (exit code, standard output, standard error)."""
+
+    def call(name: str, function, *words: str):
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        code = 0
+        try:
+            main(name)(function)()
+        except SystemExit as end:
+            code = end.code
+        out = capsys.readouterr()
+        return code, out.out.strip(), out.err.strip()
+
+    return call
 
 
 def save_verifier(folder, seed: int):
@@ -38,8 +59,8 @@ def run(tmp_path_factory):
 
 
 def test_evaluates_a_run(run):
-    done = command("eval", f"run={run}", f"prompts={run}/prompts.jsonl", "decode=chain", "decode.depth=2",
-                   "decode.max_new_tokens=12", "json=true")  # fmt: skip
+    done = shell("eval", f"run={run}", f"prompts={run}/prompts.jsonl", "decode=chain", "decode.depth=2",
+                 "decode.max_new_tokens=12", "json=true")  # fmt: skip
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout.strip().splitlines()[-1])
     assert values["identical_to_baseline"] is True and values["depth"] == 2 and values["dtype"] == "float32"
@@ -49,36 +70,41 @@ def test_evaluates_a_run(run):
     assert (folder / "report.html").is_file() and "acceptance by depth" in done.stderr
 
 
-def test_sampled_without_a_page(run, tmp_path):
-    done = command("eval", f"run={run}", f"prompts=[{run}/prompts.jsonl]", "temperature=0.9", "report=false",
-                   "plots=false", "decode.max_new_tokens=6", "limit=1", f"out={tmp_path}/x")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == f"{tmp_path}/x/alpha.json"
+def test_sampled_without_a_page(run, tmp_path, command):
+    code, out, err = command("eval", evaluate_run, f"run={run}", f"prompts=[{run}/prompts.jsonl]", "temperature=0.9",
+                             "report=false", "plots=false", "decode.max_new_tokens=6", "limit=1",
+                             f"out={tmp_path}/x")  # fmt: skip
+    assert code == 0, err
+    assert out.splitlines()[-1] == f"{tmp_path}/x/alpha.json"
     assert json.loads((tmp_path / "x" / "alpha.json").read_text())["temperature"] == 0.9
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["alpha.json"]
 
 
-def test_another_verifier_is_refused_with_both_sides(run, tmp_path):
-    other = save_verifier(tmp_path / "other", 1)
-    done = command("eval", f"run={run}", f"verifier={other}", f"prompts={run}/prompts.jsonl")
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert str(run / "verifier") in done.stderr and str(other) in done.stderr
+def test_a_verifier_that_changed_is_refused_with_both_hashes(run, tmp_path, command):
+    copy = shutil.copytree(run, tmp_path / "run")
+    card = json.loads((copy / "head" / "config.json").read_text())
+    card["verifier"]["name"] = str(save_verifier(tmp_path / "other", 1))
+    (copy / "head" / "config.json").write_text(json.dumps(card))
+    code, _, err = command("eval", evaluate_run, f"run={copy}", f"prompts={run}/prompts.jsonl")
+    other = Verifier.load(str(tmp_path / "other"), dtype="float32", device="cpu").weights_hash[:12]
+    assert code == 2 and len(err.splitlines()) == 1
+    assert card["verifier"]["weights_hash"][:12] in err and other in err
 
 
 @pytest.mark.parametrize(
     "words, hint", [(["decode.depht=2"], "decode.depth"), (["run=/absent"], "/absent"), ([], "run=")]
 )
-def test_mistakes_are_one_line(words, hint):
-    done = command("eval", *words)
-    assert done.returncode == 2 and hint in done.stderr and len(done.stderr.strip().splitlines()) == 1
+def test_mistakes_are_one_line(words, hint, command):
+    code, _, err = command("eval", evaluate_run, *words)
+    assert code == 2 and hint in err and len(err.splitlines()) == 1
 
 
-def test_theory_prints_one_object():
-    done = command("eval.theory", "alpha=0.8", "c=0.05", "json=true")
+def test_theory_prints_one_object(command):
+    done = shell("eval.theory", "alpha=0.8", "c=0.05", "json=true")
     values = json.loads(done.stdout.strip().splitlines()[-1])
     assert values["n_star"] == 8 and round(values["speedup"], 4) == 3.0921
     assert round(values["speedup_by_n"]["5"], 3) == 2.951 and len(values["expected_by_n"]) == 64
-    done = command("eval.theory", "profile=[0.7,0.5]", "c=0.1")
-    assert done.returncode == 0 and "speed-up" in done.stdout
-    done = command("eval.theory", "alpha=1.5")
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    code, out, _ = command("theory", theory, "profile=[0.7,0.5]", "c=0.1")
+    assert code == 0 and "speed-up" in out
+    code, _, err = command("theory", theory, "alpha=1.5")
+    assert code == 2 and len(err.splitlines()) == 1

@@ -39,14 +39,17 @@ def documents(count=7):
     return [Document(str(i), row, [(4, len(row))]) for i, row in enumerate(ids)]
 
 
-def make(verifier, steps=None, seconds=None, accumulate=1, name="adamw", tokens=32, rank=0, world=1, log_every=2, count=7):
+def make(
+    verifier, steps=None, seconds=None, accumulate=1, name="adamw", tokens=32, rank=0, world=1, log_every=2, count=7
+):
     torch.manual_seed(5)
     vocab = DraftVocab(torch.arange(0, 300, 3), 300)
     config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
     head = Eagle3Head(config, verifier.embedding_VD, vocab)
     loader = PackedLoader(OnlineStates(verifier, documents(count)), tokens, seed=3, rank=rank, world=world)
     limits = Limits(steps, seconds)
-    return HeadModule(head, verifier, loader, StepSettings(OptimConf(name=name), limits, 3, 0.8, accumulate, log_every))
+    settings = StepSettings(OptimConf(name=name), limits, 3, 0.8, accumulate, log_every)
+    return HeadModule(head, verifier, loader, settings)
 
 
 def parameters(module):

@@ -1,31 +1,28 @@
 """Plots and the page: made from a run folder's files alone, self-contained, whole."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from conf.errors import UserError
-from eval.alpha import DEFINITIONS
+from eval.alpha import DEFINITIONS, times_to_dict
+from eval.counts import wilson
 from eval.plots import read_metrics
-from eval.report import read_alpha, write_comparison, write_report
+from eval.report import main, read_alpha, write_comparison, write_report
+from eval.theory import Times, measured_outlook
 
 HITS, TESTED = [300, 180, 95], [500, 300, 180]
 
 
 def alpha_values(**changes) -> dict:
-    from eval.counts import wilson
-    from eval.theory import Times, measured_outlook
-
     profile = [h / t for h, t in zip(HITS, TESTED, strict=True)]
-    times = {"t_decode": 0.03, "t_verify": {"1": 0.03, "4": 0.032}, "t_draft_first": 3e-3, "t_draft": 2e-3, "t_other": 1e-3}
-    outlook = measured_outlook(profile, Times(0.03, {1: 0.03, 4: 0.032}, 3e-3, 2e-3, 1e-3))
+    times = Times(0.03, {1: 0.03, 4: 0.032}, 3e-3, 2e-3, 1e-3)
+    outlook = measured_outlook(profile, times)
     part = {"tau": 2.15, "alpha": 0.587, "prompts": 2, "prompt_lookup_tau": 1.2, "speedup": 1.6}
     values = {
         "tau": 2.15, "alpha": 575 / 980, "alpha_by_depth": profile, "accepted_by_position": [h / 500 for h in HITS],
         "verify_calls": 500, "drafted": 1500, "accepted": 575, "emitted": 1075, "out_of_vocab_rate": 0.03,
-        "times": times, "cost_ratio": 0.0625, "dtype": "float32", "threads": 2, "repetition_rate": 0.02,
+        "times": times_to_dict(times), "cost_ratio": 0.0625, "dtype": "float32", "threads": 2, "repetition_rate": 0.02,
         "prompt_lookup_tau": 1.2, "tokens_per_second": 55.0, "baseline_tokens_per_second": 33.0, "speedup": 1.67,
         "identical_to_baseline": True, "differences": [], "decode": "chain", "depth": 3, "temperature": 0.0,
         "ties": [{"prompt": "a", "position": 9, "gap": 2e-5, "plain": 1, "speculative": 2}],
@@ -89,8 +86,9 @@ def test_the_page_of_an_evaluation_without_times_or_training(tmp_path):
 
 def test_comparison_of_runs(tmp_path):
     a = run_folder(tmp_path / "a" / "1")
+    intervals = alpha_values()["intervals"] | {"alpha_by_depth": [[0.6, 0.8], [0.5, 0.7]]}
     b = run_folder(tmp_path / "b" / "1", tau=2.9, alpha_by_depth=[0.7, 0.6], accepted_by_position=[0.7, 0.42],
-                   temperature=1.0)  # fmt: skip
+                   temperature=1.0, intervals=intervals)  # fmt: skip
     page = write_comparison([a, b], tmp_path / "compare.html").read_text()
     assert "a/1" in page and "b/1" in page and "2.900" in page
     assert "different prompts or settings" in page
@@ -108,10 +106,12 @@ def test_a_folder_without_numbers_is_the_users_error(tmp_path):
         write_report(tmp_path)
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, capsys):
     a, b = run_folder(tmp_path / "a"), run_folder(tmp_path / "b")
-    command = [sys.executable, "-m", "eval.report"]
-    done = subprocess.run([*command, f"runs=[{a},{b}]", f"out={tmp_path}/c.html"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == f"{tmp_path}/c.html"
-    done = subprocess.run([*command, "rnus=[x]"], capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "rnus" in done.stderr
+    assert main([f"runs=[{a},{b}]", f"out={tmp_path}/c.html"]) == 0
+    assert capsys.readouterr().out.strip() == f"{tmp_path}/c.html"
+    assert main([f"runs=[{a}]", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": f"{a}/report.html"}
+    for mistake in (["rnus=[x]"], [], [f"runs=[{tmp_path}]"], ["runs=[a"]):
+        assert main(mistake) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1

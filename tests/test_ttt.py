@@ -6,80 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from toy_head import D, V, make_head, make_states, teacher
 
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.losses import ttt_loss
-from models.states import VerifierStates, label_rows
+from models.states import label_rows
 from models.supervision import supervised
-from models.vocab import DraftVocab
-
-V, D, A = 23, 16, 3
-
-
-def make_head(seed=0, R=13, **switches):
-    config = Eagle3Config(
-        hidden_size=D,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        rms_norm_eps=1e-5,
-        hidden_act="silu",
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        vocab_size=V,
-        draft_vocab_size=R,
-        aux_layers=(1, 2, 3),
-        verifier_hidden_size=D,
-        **switches,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    vocab = DraftVocab(torch.randperm(V, generator=generator)[:R].sort().values, V)
-    head = Eagle3Head(config, torch.randn(V, D, generator=generator), vocab).double()
-    with torch.no_grad():
-        for p in head.parameters():  # lively weights, so that nothing is checked on near-zeros
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * (0.3 if p.dim() > 1 else 0.1))
-            if p.dim() == 1:
-                p += 1
-    return head
-
-
-def make_states(rows, seed=0):
-    """rows: per packed row, a list of documents; a document is a string of p (prompt), A.. (answer), u (user), '-' pads."""
-    generator = torch.Generator().manual_seed(seed)
-    T = max(sum(map(len, row)) for row in rows)
-    document, position, span = (torch.full((len(rows), T), x) for x in (-1, 0, -1))
-    docs = spans = 0
-    for b, row in enumerate(rows):
-        t = 0
-        for text in row:
-            for i, letter in enumerate(text):
-                if letter == "-":
-                    continue
-                document[b, t + i], position[b, t + i] = docs, i
-                if letter.isupper():
-                    spans += i == 0 or not text[i - 1].isupper()
-                    span[b, t + i] = spans - 1
-            t, docs = t + len(text), docs + ("-" not in text)
-    index = label_rows(span)
-    P = len(index)
-    return VerifierStates(
-        input_ids_BT=torch.randint(V, (len(rows), T), generator=generator),
-        document_BT=document,
-        position_BT=position,
-        span_BT=span,
-        aux_BTAD=torch.randn(len(rows), T, A, D, generator=generator, dtype=torch.float64),
-        last_PD=torch.randn(P, D, generator=generator, dtype=torch.float64),
-        last_index_P=index,
-        top_P=torch.randint(V, (P,), generator=generator),
-        lse_P=torch.full((P,), 4.0, dtype=torch.float64),
-    )
-
-
-def teacher(states, R=13, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(len(states.last_index_P), R, generator=generator, dtype=torch.float64)
-
 
 PACKED = [["ppABCuuDEFGu", "pABCDE", "ppppAB", "ppu"]]
 RAGGED = [["ppABCuuDEFGu", "pABCDE", "----"], ["pppABCDEFG", "------------"]]
@@ -138,7 +69,8 @@ def test_unroll_equals_the_naive_reference_in_value_and_gradient(rows, switches)
         out = [torch.where(c[:, None], o, 0.0) for c, o in zip(counted, out, strict=True)]
         head.zero_grad()
         sum((o * w).sum() for o, w in zip(out, weights, strict=True)).backward()
-        results.append((torch.stack(out), {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}))
+        grads = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
+        results.append((torch.stack(out), grads))
     (value, grads), (ours, our_grads) = results
     torch.testing.assert_close(ours, value, rtol=1e-10, atol=1e-12)
     assert grads.keys() == our_grads.keys() and "midlayer.self_attn.k_proj.weight" in grads
@@ -188,14 +120,15 @@ def test_documents_do_not_see_each_other_nor_their_place_in_the_batch():
     head = make_head()
     states = make_states(PACKED)
     parts = [(0, 12), (12, 18), (18, 24)]
-    alone = []
+    alone, names = [], ("input_ids_BT", "document_BT", "position_BT", "span_BT", "aux_BTAD")
     for a, b in parts:
-        cut = {n: getattr(states, n)[:, a:b] for n in ("input_ids_BT", "document_BT", "position_BT", "span_BT", "aux_BTAD")}
+        cut = {n: getattr(states, n)[:, a:b] for n in names}
         index = label_rows(cut["span_BT"])
         alone.append(list(head.unroll(replace(states, **cut, last_index_P=index), 3)))
     counted = supervised(states, 3)
     for k, out in enumerate(head.unroll(states, 3)):
-        torch.testing.assert_close(out[counted[k]], torch.cat([x[k] for x in alone])[counted[k]], rtol=1e-10, atol=1e-12)
+        expected = torch.cat([x[k] for x in alone])
+        torch.testing.assert_close(out[counted[k]], expected[counted[k]], rtol=1e-10, atol=1e-12)
 
 
 def test_causality_prefix_in_prefix_out():
@@ -232,7 +165,8 @@ def test_gradcheck_through_ragged_documents(steps):
     counted = supervised(states, steps)
 
     def loss(*weights):
-        outs = torch.func.functional_call(_Unroll(head, states, steps), dict(zip([f"head.{n}" for n in names], weights)))
+        swapped = {f"head.{n}": w for n, w in zip(names, weights, strict=True)}
+        outs = torch.func.functional_call(_Unroll(head, states, steps), swapped)
         return sum((o[c] ** 2).sum() for o, c in zip(outs, counted, strict=True))
 
     parameters = dict(head.named_parameters())

@@ -1,14 +1,14 @@
 """A tiny verifier that writes: mostly printable text, with end-of-turn tokens now and then."""
 
 import torch
-from tiny import tiny_model, tiny_tokenizer
 
 from models.verifier import Verifier
+from tiny import tiny_model, tiny_tokenizer
 
 
-def tiny_writer(end: float = 8.0, **config) -> Verifier:
+def tiny_writer(end: float = 4.0, layers: int = 7, hidden: int = 32, **config) -> Verifier:
     """Random weights whose LM head prefers printable tokens; a larger `end` makes texts shorter."""
-    model, tokenizer = tiny_model(**config), tiny_tokenizer()
+    model, tokenizer = tiny_model(layers=layers, hidden=hidden, **config), tiny_tokenizer()
     printable = [i for i in range(3, len(tokenizer)) if tokenizer.decode([i]).strip().isascii()]
     words = torch.tensor([i for i in printable if tokenizer.decode([i]).isprintable()])
     with torch.no_grad():

@@ -73,15 +73,14 @@ def accept_chain(p_target_NV: Tensor, tokens_N: Tensor, q_draft: DraftLaw | None
     count_N, vocab_size = len(tokens_N), p_target_NV.shape[-1]
     assert p_target_NV.dtype in (torch.float32, torch.float64), f"p_target in {p_target_NV.dtype}"
     assert len(p_target_NV) == count_N + 1 == len(uniform_N), (p_target_NV.shape, count_N, uniform_N.shape)
-    p_NV = p_target_NV.double()
     accepted = 0
     if count_N:
-        p_of_draft_N = p_NV[:-1].gather(1, tokens_N[:, None]).squeeze(1)
+        p_of_draft_N = p_target_NV[:-1].gather(1, tokens_N[:, None]).squeeze(1).double()
         q_of_draft_N = torch.ones_like(p_of_draft_N) if q_draft is None else q_draft.of(tokens_N).double()
         assert bool((q_of_draft_N > 0).all()), "a candidate has q(d) = 0: it can't have been drawn from this law"
         passed_N = uniform_N[:-1].double() * q_of_draft_N < p_of_draft_N  # u < p/q without dividing; p(d) = 0 fails
         accepted = int(passed_N.long().cumprod(0).sum())
-    law_V = p_NV[accepted]
+    law_V = p_target_NV[accepted].double()
     if accepted < count_N:
         if q_draft is None:
             residual_V = law_V.index_fill(0, tokens_N[accepted], 0.0)

@@ -1,0 +1,166 @@
+"""The stages of the data, one by one, as `python -m data task=...` runs them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from conf.cli import Outcome
+from conf.errors import UserError
+from conf.paths import cache_dir
+from conf.schema import DataCommandConf
+from data.documents import Document, describe
+from data.files import read_json, write_json
+from data.inspect import show
+from data.log import RoundLog
+from data.prepare import Prepared, dialogues_folder, prepare, write_dialogues
+from data.sources import read_dialogues, resolve
+from data.store import StateStore
+from data.tokens import draft_vocab, tokenize
+from models.verifier import Verifier
+
+
+def run(cfg: DataCommandConf) -> Outcome:
+    """Do one task; a short table of what came out, and the path that was written."""
+    if cfg.task not in TASKS:
+        raise UserError(f"expected task={'|'.join(TASKS)}, found {cfg.task}; e.g. python -m data task=inspect")
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    verifier = Verifier.load(**asdict(cfg.verifier))
+    outcome = TASKS[cfg.task](cfg, verifier)
+    table = Table("what", "value", title=f"{cfg.task}: {verifier.name}")
+    for name, value in outcome.values.items():
+        table.add_row(name, value if isinstance(value, str) else json.dumps(value))
+    Console(stderr=cfg.json).print(table)
+    return outcome
+
+
+def synthesize_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
+    """The verifier writes prompts and answers."""
+    if cfg.data.path is not None:
+        raise UserError("task=synthesize writes its own prompts; to answer those of data.path use task=regenerate")
+    return _write(cfg, verifier)
+
+
+def regenerate_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
+    """The verifier answers given prompts."""
+    if cfg.data.path is None:
+        raise UserError("task=regenerate answers the prompts of a file: give data.path=FILE")
+    return _write(cfg, verifier)
+
+
+def _write(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
+    settings = replace(cfg.data, answers="regenerate")
+    folder = dialogues_folder(settings, verifier)
+    rows = write_dialogues(settings, verifier, folder)
+    reasons = Counter(row["finish_reason"] for row in rows.rows)
+    values = {
+        "dialogues": len(rows.rows),
+        "answer tokens": sum(end - start for row in rows.rows for start, end in row["spans"]),
+        "answers ended by": dict(reasons),
+        "seconds": round(rows.seconds, 1),
+        "dropped": dict(rows.counts),
+    }
+    path = folder / "dialogues.jsonl"
+    if cfg.out is not None:
+        path = Path(shutil.copyfile(path, _out(cfg.out)))
+    return Outcome(path, values)
+
+
+def tokenize_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
+    """Documents as rows of ids and spans, which `data.path` reads again."""
+    prepared = prepare(cfg.data, verifier)
+    path = prepared.folder / "documents.jsonl" if cfg.out is None else _out(cfg.out)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        for part in ("train", "validation"):
+            for document in getattr(prepared, part):
+                stream.write(json.dumps(asdict(document) | {"split": part}, ensure_ascii=False) + "\n")
+    os.replace(temporary, path)
+    return Outcome(path, _values(prepared))
+
+
+def vocab_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
+    """The draft vocabulary, and how much of train and of held-out labels it covers."""
+    prepared = prepare(cfg.data, verifier)
+    vocab, share = draft_vocab(prepared.train, verifier.vocab_size, cfg.head.draft_vocab_size)
+    labels = [i for d in prepared.validation for start, end in d.spans for i in d.input_ids[start + 1 : end]]
+    inside = vocab.t2d[torch.tensor(labels, dtype=torch.int64)]
+    values = {
+        "draft_vocab_size": len(vocab),
+        "coverage of train labels": round(share, 5),
+        "coverage of validation labels": round(float(inside.float().mean()), 5) if labels else None,
+        "hash": vocab.hash,
+    }
+    path = prepared.folder / f"vocab-{len(vocab)}.json" if cfg.out is None else _out(cfg.out)
+    write_json(path, values | {"vocab_size": verifier.vocab_size, "ids": vocab.ids_R.tolist()})
+    return Outcome(path, values)
+
+
+def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
+    """The verifier's states of the training documents; what is there already is checked against its checksums."""
+    prepared = prepare(cfg.data, verifier)
+    folder = None if cfg.out is None else Path(cfg.out)
+    store = StateStore.capture(verifier, prepared.train, folder, cfg.data.store_dtype)
+    store.verify()
+    values = _values(prepared) | {"bytes": store.bytes, "shards": len(store.index["shards"]), "verified": True}
+    return Outcome(store.folder / "index.json", values)
+
+
+def inspect_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
+    """Some documents in colour. A file is shown with the answers that it has; nothing is generated."""
+    files = resolve(cfg.data.path or _synthetic(cfg, verifier) / "dialogues.jsonl")
+    counts: Counter[str] = Counter()
+    found = tokenize(read_dialogues(files, counts), verifier, cfg.data.max_length, counts)
+    documents: list[Document] = list(itertools.islice(found, cfg.limit or 3))
+    show(documents, verifier.tokenizer, verifier.eos_ids, Console(stderr=cfg.json))
+    values = {
+        "documents shown": len(documents),
+        "tokens": sum(len(document.input_ids) for document in documents),
+        "answer tokens": sum(document.answer_tokens for document in documents),
+        "labels": sum(document.labels for document in documents),
+        "dropped on the way": describe(+counts) or "nothing",
+    }
+    return Outcome(files[0], values)
+
+
+def _synthetic(cfg: DataCommandConf, verifier: Verifier) -> Path:
+    """The dialogues of these settings, or without them the ones that this verifier wrote last."""
+    own = dialogues_folder(cfg.data, verifier)
+    if RoundLog.exists(own / "dialogues.jsonl"):
+        return own
+    folders = [path.parent for path in cache_dir("dialogues").glob("*/dialogues.jsonl") if RoundLog.exists(path)]
+    mine = [f for f in folders if read_json(f / "settings.json").get("verifier") == verifier.weights_hash]
+    if not mine:
+        raise UserError(f"expected dialogues by {verifier.name} in the cache, found none: run task=synthesize first")
+    return max(mine, key=lambda folder: (folder / "dialogues.jsonl").stat().st_mtime)
+
+
+def _values(prepared: Prepared) -> dict:
+    return {**prepared.counts, "content_hash": prepared.content_hash}
+
+
+def _out(path: str) -> Path:
+    target = Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+TASKS: dict[str, Callable[[DataCommandConf, Verifier], Outcome]] = {
+    "synthesize": synthesize_task,
+    "regenerate": regenerate_task,
+    "tokenize": tokenize_task,
+    "vocab": vocab_task,
+    "capture": capture_task,
+    "inspect": inspect_task,
+}

@@ -1,0 +1,51 @@
+"""See which tokens are supervised: documents in colour, ids under the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from data.documents import Document
+
+PROMPT, FIRST, LABEL, END = "dim", "cyan", "bold green", "bold black on green"
+LEGEND = ((PROMPT, "prompt: no loss"), (FIRST, "first answer token: read, never a label"), (LABEL, "label"))
+
+
+def styles(document: Document, eos_ids: Sequence[int]) -> list[str]:
+    """The style of each token: PROMPT, FIRST, LABEL, or END for an end-of-turn token that is a label."""
+    found = [PROMPT] * len(document.input_ids)
+    for start, end in document.spans:
+        for index in range(start, end):
+            is_end = document.input_ids[index] in eos_ids
+            found[index] = FIRST if index == start else END if is_end else LABEL
+    return found
+
+
+def view(document: Document, tokenizer, eos_ids: Sequence[int], ids: bool = True) -> RenderableType:
+    """Text of a document with the supervised tokens highlighted, then its ids alike."""
+    chosen = styles(document, eos_ids)
+    title = Text(
+        f"{document.id}  {document.source}  {len(document.input_ids)} tokens, {len(document.spans)} answer(s) of "
+        f"{document.answer_tokens} tokens, {document.labels} labels",
+        style="bold",
+    )
+    text, numbers = Text(), Text()
+    for token, style in zip(document.input_ids, chosen, strict=True):
+        # Line breaks are shown and kept: whether they are supervised is the question.
+        text.append(tokenizer.decode([token]).replace("\n", "\u21b5\n"), style=style)
+        numbers.append(str(token), style=style)
+        numbers.append(" ")
+    return Group(title, text, numbers, Text()) if ids else Group(title, text, Text())
+
+
+def show(documents: Sequence[Document], tokenizer, eos_ids: Sequence[int], console: Console) -> None:
+    """Print documents and the legend."""
+    for document in documents:
+        console.print(view(document, tokenizer, eos_ids))
+    legend = Text("legend: ")
+    for style, meaning in (*LEGEND, (END, "end of turn, a label")):
+        legend.append(meaning, style=style)
+        legend.append("   ")
+    console.print(legend)

@@ -1,0 +1,117 @@
+"""Batches: each document once per epoch, the same order for the same seed, exact resume, equal work per rank."""
+
+import json
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from conf.errors import UserError
+from data.batches import OnlineStates, PackedLoader, pack, packed_rows
+from data.documents import Document
+from models.states import label_rows
+from tiny import tiny_verifier
+
+
+class Indices:
+    """A source whose states are the indices asked for."""
+
+    def __init__(self, lengths):
+        self.documents = [Document(str(i), [i % 97] * n, [(0, n)]) for i, n in enumerate(lengths)]
+
+    def states(self, indices):
+        return tuple(indices)
+
+
+def lengths(count, seed=0, top=300):
+    return np.random.default_rng(seed).integers(3, top, count).tolist()
+
+
+@pytest.mark.parametrize("count, budget", [(1, 300), (12501, 1024), (777, 301)])
+def test_each_document_once_per_epoch(count, budget):
+    sizes = lengths(count)
+    for epoch in (0, 1):
+        batches = pack(sizes, budget, seed=1, epoch=epoch)
+        assert sorted(index for batch in batches for index in batch) == list(range(count))
+        totals = [sum(sizes[index] for index in batch) for batch in batches]
+        assert max(totals) <= budget
+        if count > 1000:
+            assert np.mean(totals) > 0.98 * budget, "rows are nearly full"
+
+
+def test_order_follows_seed_and_epoch_alone():
+    sizes = lengths(200)
+    assert pack(sizes, 512, 3, 2) == pack(list(sizes), 512, 3, 2)
+    plans = [pack(sizes, 512, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({json.dumps(plan) for plan in plans}) == 4
+
+
+def test_too_long_documents_are_counted():
+    loader = PackedLoader(Indices([5, 50, 6, 51]), 10)
+    assert loader.dropped == 2
+    assert sorted(index for batch in loader.plan(0) for index in batch) == [0, 2]
+    with pytest.raises(UserError, match="at most trainer.tokens_per_step=4 tokens, found none among 4 .shortest 5"):
+        PackedLoader(Indices([5, 50, 6, 51]), 4)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5, 11, 12, 13, 40])
+def test_resume_is_exact_across_epochs(taken):
+    """SpecForge #20, #243."""
+    source = Indices(lengths(60))
+    whole = list(islice(PackedLoader(source, 1024, seed=4), 60))
+    first = PackedLoader(source, 1024, seed=4)
+    assert list(islice(first, taken)) == whole[:taken]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = PackedLoader(source, 1024, seed=4)
+    second.load_state_dict(state)
+    assert list(islice(second, 60 - taken)) == whole[taken:]
+    third = PackedLoader(source, 1024, seed=4)
+    third.seek(taken)
+    assert third.state_dict() == state
+    assert len({state["epoch"] for state in [state, second.state_dict()]}) == 2 or taken == 40
+
+
+def test_resume_with_other_data_is_an_error():
+    state = PackedLoader(Indices([5, 6, 7]), 10).state_dict()
+    for other in (PackedLoader(Indices([5, 6, 8]), 10), PackedLoader(Indices([5, 6, 7]), 11)):
+        with pytest.raises(UserError, match="cannot resume the batch order"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_ranks_get_equal_counts(world):
+    """speculators #867: the plan is dealt out; what repeats to fill up is fewer than `world` batches."""
+    source = Indices(lengths(101))
+    loaders = [PackedLoader(source, 1024, seed=2, rank=rank, world=world) for rank in range(world)]
+    for epoch in (0, 1):
+        plans = [loader.plan(epoch) for loader in loaders]
+        assert len({len(plan) for plan in plans}) == 1
+        dealt = [tuple(batch) for step in zip(*plans, strict=True) for batch in step]
+        whole = [tuple(batch) for batch in pack(loaders[0].lengths, 1024, 2, epoch)]
+        assert dealt[: len(whole)] == whole and dealt[len(whole) :] == whole[: len(dealt) - len(whole)]
+        assert len(dealt) - len(whole) < world
+        seen = Counter(index for batch in dealt for index in batch)
+        assert set(seen) == set(range(101))
+
+
+def test_packed_rows_number_documents_positions_and_spans():
+    documents = [Document("a", [5, 6, 7, 8], [(1, 2), (2, 4)]), Document("b", [9, 9, 9], [(0, 3)])]
+    ids, document, position, span = (row.tolist() for row in packed_rows(documents))
+    assert ids == [[5, 6, 7, 8, 9, 9, 9]]
+    assert document == [[0, 0, 0, 0, 1, 1, 1]]
+    assert position == [[0, 1, 2, 3, 0, 1, 2]]
+    assert span == [[-1, 0, 1, 1, 2, 2, 2]]
+    rows = label_rows(torch.tensor(span))
+    assert rows.tolist() == [2, 4, 5], "neighbouring answers and documents do not run into one another"
+    assert len(rows) == sum(item.labels for item in documents)
+
+
+def test_loader_yields_the_verifiers_record():
+    verifier = tiny_verifier(layers=7, hidden=32)
+    documents = [Document(str(i), [5 + i] * 9, [(3, 9)]) for i in range(5)]
+    loader = PackedLoader(OnlineStates(verifier, documents), 20)
+    for states in islice(loader, 3):
+        assert states.aux_BTAD.shape[:2] == states.input_ids_BT.shape == states.document_BT.shape
+        assert len(states.last_PD) == len(states.top_P) == 5 * (int(states.document_BT.max()) + 1)

@@ -1,0 +1,110 @@
+"""The shell around commands: one line for a mistake, JSON as the last line, codes of exit, sweeps."""
+
+import json
+import sys
+
+import numpy
+import pytest
+import torch
+
+from conf.cli import Outcome, main
+from conf.errors import UserError
+
+
+def call(monkeypatch, capsys, command, words, run=None, **options):
+    """(exit code, lines of standard output, lines of standard error)."""
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    seen = []
+
+    def record(cfg):
+        seen.append(cfg)
+        return run(cfg) if run else Outcome("some/file", {"seed": cfg.seed})
+
+    code = 0
+    try:
+        main(command, **options)(record)()
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err.splitlines(), seen
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("theory", ["alpah=0.5"], "did you mean alpha?"),
+        ("theory", ["+alpah=0.5"], "no setting 'alpah'"),
+        ("theory", ["alpha=half"], "alpha: Value 'half'"),
+        ("theory", ["alpha"], "cannot read the overrides"),
+        ("theory", ["-m"], "takes no flags"),
+        ("eval", ["decode=tree"], "no decode 'tree'; there are: chain"),
+        ("train", ["experiment=eagle3_lama"], "did you mean eagle3_llama?"),
+        ("train", ["optim.rate=1"], "no setting 'optim.rate'"),
+        ("train", ["lr=1"], "did you mean optim.lr"),
+        ("train", ["data=jsonl"], "data.path has no value"),
+        ("train", ["-m", "optim=adamw,sgd"], "no optim 'sgd'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, command, words, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err, seen = call(monkeypatch, capsys, command, words, multirun=command == "train")
+    assert code == 2 and out == [] and len(err) == 1 and seen == []
+    assert err[0].startswith("error: ") and message in err[0]
+    assert list(tmp_path.iterdir()) == []  # and no folder is left
+
+
+def test_last_line_names_the_file_or_is_json(monkeypatch, capsys):
+    def odd(cfg):
+        print("a table")
+        values = {"nan": float("nan"), "array": numpy.arange(2), "tensor": torch.tensor(1.5), "none": None}
+        return Outcome("a/file", values | {"nested": [{"x": numpy.float32(2)}]})
+
+    code, out, _, _ = call(monkeypatch, capsys, "theory", [], odd)
+    assert (code, out) == (0, ["a table", "a/file"])
+    code, out, _, _ = call(monkeypatch, capsys, "theory", ["json=true"], odd)
+    assert code == 0
+    expected = {"nan": None, "array": [0, 1], "tensor": 1.5, "none": None, "nested": [{"x": 2.0}], "path": "a/file"}
+    assert json.loads(out[-1]) == expected
+
+
+def test_user_errors_bugs_and_interruptions(monkeypatch, capsys):
+    def raising(error):
+        def run(cfg):
+            raise error
+
+        return run
+
+    code, _, err, _ = call(monkeypatch, capsys, "theory", [], raising(UserError("expected a, found b")))
+    assert (code, err) == (2, ["error: expected a, found b"])
+    code, _, err, _ = call(monkeypatch, capsys, "theory", [], raising(KeyboardInterrupt("continue with: x")))
+    assert (code, err) == (130, ["interrupted; continue with: x"])
+    code, _, err, _ = call(monkeypatch, capsys, "theory", [], raising(KeyboardInterrupt()))
+    assert code == 130 and len(err) == 1
+    with pytest.raises(ZeroDivisionError):
+        call(monkeypatch, capsys, "theory", [], raising(ZeroDivisionError()))
+    with pytest.raises(ValueError, match="a bug"):  # only our own kind of ValueError is a user's mistake
+        call(monkeypatch, capsys, "theory", [], raising(ValueError("a bug")))
+
+
+def test_under_hydra(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, _, seen = call(monkeypatch, capsys, "train", ["-m", "seed=1,2", "json=true"], multirun=True)
+    assert code == 0 and [json.loads(line)["seed"] for line in out] == [1, 2]
+    assert [cfg.seed for cfg in seen] == [1, 2] and type(seen[0].optim.betas) is list
+    folders = {path.parent.name for path in tmp_path.glob("outputs/train/*/0")}
+    assert len(folders) == 1
+
+    def fails(cfg):
+        raise UserError("expected a, found b")
+
+    code, _, err, _ = call(monkeypatch, capsys, "train", ["seed=1"], fails, multirun=True)
+    assert (code, err) == (2, ["error: expected a, found b"])
+    with pytest.raises(ZeroDivisionError):
+        call(monkeypatch, capsys, "train", [], lambda cfg: 1 / 0, multirun=True)
+
+
+@pytest.mark.parametrize("command", ["train", "theory"])
+def test_help_lists_groups_and_settings(monkeypatch, capsys, command):
+    code, out, _, seen = call(monkeypatch, capsys, command, ["--help"], multirun=command == "train")
+    assert code == 0 and seen == [] and "python -m" in out[0]
+    assert any("seed" in line for line in out)

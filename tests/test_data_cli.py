@@ -1,0 +1,151 @@
+"""python -m data: every task, in this process on a tiny verifier's folder; mistakes are one line."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tiny_writer import tiny_writer
+
+import data.command
+from conf.cli import main
+from conf.schema import DataConf
+from data.prepare import dialogues_folder, prepare
+from models.verifier import Verifier
+
+SIZES = [
+    "data.max_documents=8",
+    "data.max_new_tokens=12",
+    "data.max_length=128",
+    "data.batch_size=4",
+    "data.validation=1",
+]
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return tiny_writer()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def command(verifier, cache, monkeypatch, capsys):
+    """Run `python -m data` with these words; returns (exit code, lines of stdout, stderr)."""
+    monkeypatch.setenv("EYRIE_CACHE", str(cache))
+    monkeypatch.setattr("conf.cli.quiet_logs", lambda: None)  # it would keep a stream that ends with the test
+    monkeypatch.setattr(Verifier, "load", lambda source, **options: verifier)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["data", *words])
+        code = 0
+        try:
+            main("data")(data.command.run)()
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err
+
+    return call
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"What is {i} and {i}?"} for i in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+    return path
+
+
+def test_synthesize_then_inspect_then_the_rest(command):
+    code, lines, _ = command("task=synthesize", *SIZES)
+    assert code == 0 and lines[-1].endswith("dialogues.jsonl")
+    with open(lines[-1]) as stream:
+        first = stream.read()
+    assert command("task=synthesize", *SIZES)[1][-1] == lines[-1]
+    with open(lines[-1]) as stream:
+        assert stream.read() == first, "complete: nothing is written again"
+    for words in (SIZES, []):  # the settings' own dialogues, and without settings the newest
+        code, shown, _ = command("task=inspect", *words, "limit=2")
+        assert code == 0 and shown[-1] == lines[-1]
+        assert any("legend" in line for line in shown)
+    code, out, _ = command("task=capture", *SIZES, "json=true")
+    values = json.loads(out[-1])
+    assert code == 0 and values["verified"] and values["bytes"] > 0 and values["path"].endswith("index.json")
+    code, out, _ = command("task=vocab", *SIZES, "json=true", "head.draft_vocab_size=400")
+    values = json.loads(out[-1])
+    assert values["draft_vocab_size"] == 400 and 0.5 < values["coverage of train labels"] <= 1
+    with open(values["path"]) as stream:
+        assert len(json.load(stream)["ids"]) == 400
+
+
+def test_regenerate_tokenize_and_read_back(command, prompts, tmp_path, verifier):
+    out = tmp_path / "answers" / "mine.jsonl"
+    code, lines, _ = command("task=regenerate", *SIZES, f"data.path={prompts}", f"out={out}")
+    assert code == 0 and lines[-1] == str(out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [f"p{i}" for i in range(8)]
+    given = [*SIZES, f"data.path={out}", "data.answers=given", "json=true"]
+    code, lines, _ = command("task=tokenize", *given)
+    values = json.loads(lines[-1])
+    assert code == 0 and values["train"]["documents"] + values["validation"]["documents"] >= 2
+    with open(values["path"]) as stream:
+        documents = [json.loads(line) for line in stream]
+    originals = {row["id"]: row for row in rows}
+    for document in documents:
+        assert document["input_ids"] == originals[document["id"]]["input_ids"]
+    # Documents are a source too.
+    code, again, _ = command("task=tokenize", *SIZES, f"data.path={values['path']}", "data.answers=given", "json=true")
+    assert json.loads(again[-1])["content_hash"] == values["content_hash"]
+    code, lines, _ = command("task=inspect", f"data.path={out}", "json=true")
+    assert json.loads(lines[-1])["documents shown"] == 3
+
+
+def test_inspect_shows_every_shape(command, tmp_path):
+    path = tmp_path / "given.jsonl"
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Paris is\nthere."}]
+    path.write_text(json.dumps({"conversations": chat}) + "\n")
+    code, lines, _ = command("task=inspect", f"data.path={path}")
+    assert code == 0 and any("1 answer(s)" in line for line in lines) and lines[-1] == str(path)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "expected task=synthesize|"),
+        (("task=fly",), "expected task=synthesize|"),
+        (("task=regenerate",), "give data.path=FILE"),
+        (("task=synthesize", "data.path=x.jsonl"), "use task=regenerate"),
+        (("task=synthesize",), "expected a bound for synthesis"),
+        (("task=tokenize", "data.path=nowhere.jsonl"), "found none; check the path"),
+        (("task=tokenize", "data.answers=made_up"), "expected data.answers"),
+        (("task=inspect", "data.seed=77", "verifier.source=other"), None),
+    ],
+)
+def test_mistakes_are_one_line(command, words, message):
+    code, lines, error = command(*words)
+    if message is None:
+        assert code in (0, 2)
+        return
+    assert code == 2 and not lines
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_prepare_is_the_same_twice_and_its_key_follows_the_settings(verifier, prompts, monkeypatch, tmp_path):
+    monkeypatch.setenv("EYRIE_CACHE", str(tmp_path / "cache"))
+    settings = {"path": str(prompts), "max_new_tokens": 8, "max_length": 128, "batch_size": 4, "validation": 2}
+    first, second = prepare(DataConf(**settings), verifier), prepare(DataConf(**settings), verifier)
+    assert first.train == second.train and first.content_hash == second.content_hash
+    assert first.counts["dropped"]["malformed JSON"] == 1 and first.counts == second.counts
+    assert not {d.content_hash for d in first.train} & {d.content_hash for d in first.validation}
+    changed = [{"seed": 1}, {"max_new_tokens": 9}, {"temperature": 0.5}, {"answers": "given"}, {"max_documents": 3}]
+    folders = {dialogues_folder(DataConf(**(settings | change)), verifier) for change in changed}
+    prompts.write_text(prompts.read_text() + json.dumps({"prompt": "one more"}) + "\n")
+    folders.add(dialogues_folder(DataConf(**settings), verifier))
+    assert len(folders | {first.folder}) == len(changed) + 2
+    with torch.no_grad():
+        other = tiny_writer(seed=9)
+    assert dialogues_folder(DataConf(**settings), other) not in folders

@@ -1,0 +1,140 @@
+"""Rows of files: every shape that is accepted, every way in which a row is bad, and the split."""
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+
+from conf.errors import UserError
+from data.documents import Document, Drop, clip, split
+from data.sources import files_hash, parse_row, read_dialogues, resolve
+
+
+def dialogues(path, counts=None):
+    return list(read_dialogues([path], Counter() if counts is None else counts))
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    "row, roles",
+    [
+        (
+            {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "user assistant",
+        ),
+        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, "system user"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "user assistant"),
+        ({"prompt": "a"}, "user"),
+        ({"turns": ["a", "b"], "category": "writing"}, "user user"),
+        ({"text": "<|im_start|>user"}, ""),
+    ],
+)
+def test_shapes(row, roles):
+    dialogue = parse_row(json.dumps(row), "file:1")
+    assert [message["role"] for message in dialogue.messages] == roles.split()
+    assert dialogue.id == "file:1" and dialogue.source == row.get("category", "")
+
+
+def test_generated_rows_keep_their_ids():
+    row = {"id": 7, "input_ids": [5, 6, 7, 8], "answer_start": 2, "source": "s"}
+    dialogue = parse_row(json.dumps(row), "file:1")
+    assert (dialogue.id, dialogue.input_ids, dialogue.spans) == ("7", [5, 6, 7, 8], [(2, 4)])
+    two = parse_row(json.dumps(row | {"spans": [[1, 2], [3, 4]]}), "file:1")
+    assert two.spans == [(1, 2), (3, 4)]
+
+
+BAD = [
+    ("", "empty line"),
+    ("{", "malformed JSON"),
+    ("null", "row is not a JSON object"),
+    ({"other": 1}, "none of the known keys"),
+    ({"prompt": None}, "empty or null turn"),
+    ({"prompt": "  "}, "empty or null turn"),
+    ({"turns": []}, "turns is not a list"),
+    ({"conversations": []}, "conversation is not a list"),
+    ({"conversations": ["a"]}, "turn is not an object"),
+    ({"conversations": [{"role": "wizard", "content": "a"}]}, "unknown role wizard"),
+    ({"conversations": [{"role": "assistant", "content": "a"}]}, "does not begin with a user turn"),
+    ({"input_ids": [1, 2]}, "input_ids without answer_start"),
+    ({"input_ids": [1, 2], "answer_start": 3}, "answer_start outside"),
+    ({"input_ids": [1, "2"], "answer_start": 1}, "input_ids is not a list"),
+]
+
+
+@pytest.mark.parametrize("row, reason", BAD)
+def test_bad_rows(row, reason):
+    with pytest.raises(Drop, match=reason):
+        parse_row(row if isinstance(row, str) else json.dumps(row), "x")
+
+
+def test_bad_rows_are_counted_and_good_ones_pass(tmp_path):
+    counts = Counter()
+    path = write(tmp_path / "a.jsonl", *(row for row, _ in BAD), {"prompt": "good"})
+    assert [dialogue.messages[0]["content"] for dialogue in dialogues(path, counts)] == ["good"]
+    assert counts.total() == len(BAD) and counts["empty or null turn"] == 2
+
+
+def test_nothing_usable_names_the_reasons(tmp_path):
+    with pytest.raises(UserError, match="2 x malformed JSON"):
+        dialogues(write(tmp_path / "a.jsonl", "{", "{"))
+    with pytest.raises(UserError, match="the file is empty"):
+        dialogues(write(tmp_path / "b.jsonl"))
+
+
+def test_gzip_whole_cut_and_false(tmp_path):
+    text = "".join(json.dumps({"prompt": f"question {i} {i * i}"}) + "\n" for i in range(500)).encode()
+    whole = tmp_path / "a.jsonl.gz"
+    whole.write_bytes(gzip.compress(text))
+    assert len(dialogues(whole)) == 500
+    cut, counts = tmp_path / "b.jsonl.gz", Counter()
+    cut.write_bytes(gzip.compress(text)[:-400])
+    assert 0 < len(dialogues(cut, counts)) < 500 and counts["compressed file cut short"] == 1
+    (tmp_path / "c.jsonl.gz").write_bytes(text)
+    with pytest.raises(UserError, match="expected gzip data"):
+        dialogues(tmp_path / "c.jsonl.gz")
+
+
+def test_resolve_file_list_folder_glob(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", {"prompt": "a"}), write(tmp_path / "b.jsonl", {"prompt": "b"})
+    write(tmp_path / "notes.txt", "no")
+    assert resolve(str(a)) == [a]
+    assert resolve([str(b), str(a), str(b)]) == [b, a]
+    assert resolve(str(tmp_path)) == resolve(str(tmp_path / "*.jsonl")) == [a, b]
+    for missing in ("nowhere.jsonl", "*.csv"):
+        with pytest.raises(UserError, match="found none"):
+            resolve(str(tmp_path / missing))
+
+
+def test_files_hash_is_of_the_bytes(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", {"prompt": "a"}), write(tmp_path / "b.jsonl", {"prompt": "a"})
+    assert files_hash([a]) == files_hash([b])
+    write(b, {"prompt": "b"})
+    assert files_hash([a]) != files_hash([b])
+
+
+def test_split_is_disjoint_and_complete():
+    """speculators #868: 12501 rows, a fifth held out."""
+    documents = [Document(str(i), [1, i % 12001, 2 + i % 7], [(1, 3)]) for i in range(12501)]
+    different = len({document.content_hash for document in documents})
+    for wanted in (2500, 24, 0):
+        train, validation, duplicates = split(documents, wanted)
+        assert len(validation) == min(wanted, different // 5)
+        hashes = [document.content_hash for document in (*train, *validation)]
+        assert len(hashes) == len(set(hashes)) == different and duplicates == len(documents) - different
+    again, _, _ = split(documents[::-1], 2500)
+    assert {d.content_hash for d in again} == {d.content_hash for d in split(documents, 2500)[0]}
+
+
+def test_clip_keeps_what_can_be_supervised():
+    document = Document("a", list(range(10)), [(2, 5), (7, 10)])
+    assert clip(document, 10) is document
+    assert clip(document, 8).spans == [(2, 5), (7, 8)] and len(clip(document, 8).input_ids) == 8
+    with pytest.raises(Drop, match="beyond max_length"):
+        clip(document, 3)
+    with pytest.raises(Drop, match="shorter than two"):
+        clip(Document("a", [1, 2], [(1, 2)]), 10)

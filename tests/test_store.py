@@ -1,0 +1,156 @@
+"""States on disk are the record that the verifier gives online, appear whole or not at all, and survive a kill."""
+
+import json
+import time
+from collections import namedtuple
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from conf.errors import UserError
+from data.batches import OnlineStates
+from data.documents import Document
+from data.store import StateStore, bytes_needed
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.losses import ttt_loss
+from models.vocab import DraftVocab
+from tiny import tiny_verifier
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return tiny_verifier(layers=7, hidden=32)
+
+
+def documents(count=23, seed=0):
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        length = int(rng.integers(12, 60))
+        spans = [(4, 8), (9, length)] if index % 3 else [(5, length - 1)]
+        made.append(Document(f"d{index}", rng.integers(3, 500, length).tolist(), spans))
+    return made
+
+
+def assert_same(found, wanted, atol=1e-5):
+    for field in fields(wanted):
+        a, b = getattr(found, field.name), getattr(wanted, field.name)
+        assert a.shape == b.shape and a.dtype == b.dtype, field.name
+        torch.testing.assert_close(a, b, atol=atol, rtol=atol, msg=lambda text, name=field.name: f"{name}: {text}")
+
+
+@pytest.fixture(scope="module")
+def store(verifier, tmp_path_factory):
+    return StateStore.capture(verifier, documents(), tmp_path_factory.mktemp("store"), shard_tokens=200)
+
+
+def test_stored_states_equal_online_ones(verifier, store):
+    online = OnlineStates(verifier, documents())
+    assert len(store.index["shards"]) > 2
+    for indices in ([0], [22, 3, 7], list(range(23))):
+        assert_same(store.states(indices), online.states(indices))
+
+
+def test_losses_from_the_store_equal_online_ones(verifier, store):
+    vocab = DraftVocab(torch.arange(0, verifier.vocab_size, 3), verifier.vocab_size)
+    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
+    head = Eagle3Head(config, verifier.embedding_VD, vocab)
+    losses = []
+    for source in (store, OnlineStates(verifier, documents())):
+        states = source.states([5, 1, 9])
+        teacher_PR = verifier.logits(states.last_PD, vocab.ids_R)
+        loss_sum, weight_sum, _ = ttt_loss(head, states, teacher_PR, 3)
+        losses.append((loss_sum / weight_sum).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_only_what_training_needs_is_stored(verifier, store):
+    overhead = store.bytes - bytes_needed(verifier, documents())
+    assert 0 < overhead < 1000 * len(store.index["shards"]), "headers only"
+
+
+def test_resume_computes_only_what_is_missing(verifier, store, tmp_path, monkeypatch):
+    whole = StateStore.capture(verifier, documents(), tmp_path, shard_tokens=200)
+    names = [entry["file"] for entry in whole.index["shards"].values()]
+    (tmp_path / names[1]).unlink()
+    (tmp_path / names[2]).write_bytes(b"half")
+    calls, states = [], type(verifier).states
+    monkeypatch.setattr(type(verifier), "states", lambda self, *rows: calls.append(1) or states(self, *rows))
+    again = StateStore.capture(verifier, documents(), tmp_path, shard_tokens=200)
+    assert len(calls) == 2
+    again.verify()
+    assert_same(again.states(range(23)), store.states(range(23)), atol=0)
+    StateStore.capture(verifier, documents(), tmp_path, shard_tokens=200)
+    assert len(calls) == 2, "a complete store computes nothing"
+
+
+def test_a_kill_between_shards(verifier, tmp_path, monkeypatch):
+    states = type(verifier).states
+    left = iter(range(3))
+
+    def dies(self, *rows):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return states(self, *rows)
+
+    monkeypatch.setattr(type(verifier), "states", dies)
+    with pytest.raises(KeyboardInterrupt):
+        StateStore.capture(verifier, documents(), tmp_path, shard_tokens=200)
+    assert len(json.loads((tmp_path / "index.json").read_text())["shards"]) == 3
+    monkeypatch.setattr(type(verifier), "states", states)
+    StateStore.capture(verifier, documents(), tmp_path, shard_tokens=200).verify()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_damage_is_found(verifier, tmp_path):
+    store = StateStore.capture(verifier, documents(5), tmp_path, shard_tokens=100)
+    path = tmp_path / store.index["shards"]["0"]["file"]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="shard 0 .* is damaged"):
+        store.verify()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 2e-2), ("float16", 2e-3)])
+def test_smaller_dtypes(verifier, tmp_path, dtype, tolerance):
+    full = bytes_needed(verifier, documents())
+    store = StateStore.capture(verifier, documents(), tmp_path, dtype)
+    assert store.bytes < 0.6 * full
+    assert_same(store.states([4, 2]), OnlineStates(verifier, documents()).states([4, 2]), atol=tolerance)
+
+
+def test_the_key_is_of_the_content(verifier, tmp_path, monkeypatch):
+    monkeypatch.setenv("EYRIE_CACHE", str(tmp_path))
+    first = StateStore.capture(verifier, documents(4))
+    assert StateStore.capture(verifier, documents(4)).folder == first.folder
+    renamed = [replace(document, id="x" + document.id) for document in documents(4)]
+    assert StateStore.capture(verifier, renamed).folder == first.folder
+    others = [documents(5), documents(4, seed=1), documents(4)[::-1]]
+    folders = {StateStore.capture(verifier, other).folder for other in others}
+    folders.add(StateStore.capture(verifier, documents(4), dtype="float16").folder)
+    folders.add(StateStore.capture(tiny_verifier(layers=7, hidden=32, aux_layers=(1, 2, 3)), documents(4)).folder)
+    assert len(folders | {first.folder}) == 6
+    with pytest.raises(UserError, match="states of another documents"):
+        StateStore.capture(verifier, documents(5), first.folder)
+
+
+def test_a_full_disk_stops_before_anything_runs(verifier, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1000, 990, 10))
+    with pytest.raises(UserError, match="of free disk for the verifier's states, found 0.00 GB"):
+        StateStore.capture(verifier, documents(), tmp_path)
+    assert not list(tmp_path.glob("states-*"))
+    with pytest.raises(UserError, match="expected data.store_dtype in"):
+        StateStore.capture(verifier, documents(), tmp_path, "int8")
+
+
+def test_reading_is_fast(store):
+    """A floor that only a mistake (a copy per token, a whole shard per document) would miss."""
+    store.states(range(23))
+    began = time.perf_counter()
+    for _ in range(20):
+        store.states(range(23))
+    assert time.perf_counter() - began < 2

@@ -1,0 +1,170 @@
+"""`python -m train` from one end to the other, on a verifier of a few thousand parameters in a local folder."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.export import safeai
+from models.export.native import read_head
+from tiny import tiny_model, tiny_tokenizer
+from train.main import train
+from train.plan import draft_vocab_size
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """The debug experiment's command line: verifier, prompts and outputs in a temporary folder."""
+    folder = tmp_path_factory.mktemp("train")
+    tiny_model("llama", layers=8, hidden=32, vocab=300).save_pretrained(folder / "verifier")
+    tiny_tokenizer(300).save_pretrained(folder / "verifier")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"What is {i} and {i * i}?"}) + "\n" for i in range(14)))
+    return [
+        "experiment=debug",
+        f"verifier.source={folder / 'verifier'}",
+        "data=jsonl",
+        f"data.path={prompts}",
+        f"evaluation.prompts={prompts}",
+        f"output_dir={folder / 'out'}",
+        "trainer.accelerator=cpu",
+        "json=true",
+    ]
+
+
+def run(monkeypatch, capsys, words):
+    """(exit code, the JSON object of the last line, standard error) of the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    code = 0
+    try:
+        train()
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    return code, json.loads(out.splitlines()[-1]) if out.strip() else None, err
+
+
+def test_a_whole_run(words, monkeypatch, capsys):
+    code, values, err = run(monkeypatch, capsys, words)
+    assert code == 0, err
+    folder = Path(values["run"])
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "checkpoints", "head", "export", "metrics.csv", "alpha.json", "report.html"} <= names
+    assert {"provenance.json", "training.png", "alpha_by_depth.png"} <= names
+    assert values["path"] == str(folder / "report.html")
+    assert values["identical_to_baseline"] and 1 <= values["tau"] <= 4
+    assert json.loads((folder / "alpha.json").read_text())["tau"] == values["tau"]
+    assert values["trained"]["steps"] == 4
+    assert {"synthesise", "capture", "train", "evaluate"} <= values["seconds"].keys()
+    # The exported tensors are the head's, and the head's are the checkpoint's.
+    stored, exported = read_head(folder), safeai.read(folder / "export")
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, tensor in stored.tensors.items():
+        assert torch.equal(tensor, exported.tensors[name]) and torch.equal(tensor, checkpoint[f"head.{name}"])
+    record = json.loads((folder / "provenance.json").read_text())
+    assert record["verifier"]["weights_hash"] == stored.verifier.weights_hash
+    assert record["data"]["hash"] == stored.training["data_hash"] and record["seed"] == 0
+    assert record["versions"]["torch"] and record["draft_vocabulary"]["hash"] == stored.vocab.hash
+    with (folder / "metrics.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3", "4"]
+    assert [row["step"] for row in rows if row["val/tau"]] == ["2", "4"]
+    for line in ("draft vocabulary: 300 of 300", "training: 10 documents", "trained 4 steps"):
+        assert line in err
+
+
+def test_plan_only(words, monkeypatch, capsys, tmp_path):
+    code, values, _ = run(monkeypatch, capsys, [*words, "plan=true", f"output_dir={tmp_path}"])
+    assert code == 0 and "4 steps = 512 tokens" in values["plan"]["training"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("verifier.source=/nowhere/model", "/nowhere/model"),
+        ("data.path=/nowhere/*.jsonl", "/nowhere"),
+        ("trainer.accelerator=gpu", "found none"),
+        ("head.ttt_steps=0", "head.ttt_steps must be 1 or more"),
+        ("optim.name=sgd", "adamw, muon"),
+        ("head.start=zero", "verifier or random"),
+        ("trainer.tokens_per_step=8", "trainer.tokens_per_step"),
+    ],
+)
+def test_mistakes_are_one_line(words, monkeypatch, capsys, extra, message):
+    if "gpu" in extra and torch.cuda.is_available():
+        extra, message = "trainer.accelerator=tpu", "found none"
+    code, _, err = run(monkeypatch, capsys, [*words, extra])
+    last = err.splitlines()[-1]
+    assert code == 2 and last.startswith("error: ") and message in last and "Traceback" not in err
+
+
+def test_online_states_give_the_same_losses(words, monkeypatch, capsys):
+    losses = []
+    for store in ("true", "false"):
+        code, values, err = run(monkeypatch, capsys, [*words, f"data.store={store}", "trainer.validate_every=0"])
+        assert code == 0, err
+        with (Path(values["run"]) / "metrics.csv").open() as stream:
+            losses.append([float(row["train/loss"]) for row in csv.DictReader(stream)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_ctrl_c_and_resume(words, monkeypatch, capsys, tmp_path):
+    command = [sys.executable, "-m", "train", *words, f"output_dir={tmp_path}", "trainer.max_steps=100000"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("debug/*/checkpoints/last.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    folder = next(tmp_path.glob("debug/*"))
+    assert err.splitlines()[-1] == f"interrupted; continue with: python -m train resume={folder}"
+    step = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+
+    more = [f"resume={folder}", f"trainer.max_steps={step + 3}", "json=true"]
+    code, values, err = run(monkeypatch, capsys, more)
+    assert code == 0, err
+    assert values["run"] == str(folder) and values["trained"]["steps"] == step + 3
+    with (folder / "metrics.csv").open() as stream:
+        steps = [int(row["step"]) for row in csv.DictReader(stream) if row["train/loss"]]
+    assert steps == list(range(1, step + 4))
+
+    code, _, err = run(monkeypatch, capsys, [f"resume={folder}", "optim.lr=1"])
+    assert code == 2 and "optim.lr cannot change" in err.splitlines()[-1]
+
+
+def test_two_processes_through_hydra(words, tmp_path):
+    """Lightning starts the second rank with Hydra's command line; only one rank speaks."""
+    extra = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.tokens_per_step=64"]
+    command = [sys.executable, "-m", "train", *words, *extra, f"output_dir={tmp_path}", "trainer.validate_every=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    values = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(values) == 1 and values[0]["trained"]["steps"] == 4
+    assert len(list(tmp_path.glob("debug/*"))) == 1
+
+
+def test_draft_vocabulary_defaults():
+    assert draft_vocab_size(None, 49152) == 8192
+    assert draft_vocab_size(None, 128256) == 32000
+    assert draft_vocab_size(None, 300) == 300
+    assert draft_vocab_size(64, 300) == 64
+
+
+def test_a_sweep(words, monkeypatch, capsys, tmp_path):
+    sweep = [f"output_dir={tmp_path}", "optim.lr=1e-3,1e-4", "trainer.max_steps=1", "evaluation.report=false"]
+    monkeypatch.setattr(sys, "argv", ["train", "-m", *words, *sweep])
+    train()
+    values = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [Path(value["run"]).name for value in values] == ["0", "1"]

@@ -1,0 +1,6 @@
+"""python -m train experiment=NAME [overrides]"""
+
+from train.main import train
+
+if __name__ == "__main__":
+    train()

@@ -1,0 +1,91 @@
+"""After training: evaluate, export, provenance, report, and the closing table."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from conf.cli import Outcome
+from conf.schema import TrainConf
+from data.prepare import Prepared
+from eval.alpha import AlphaReport
+from eval.command import measure_head, settings_of
+from eval.prompts import document_prompts, load_prompts
+from eval.report import write_plots, write_report
+from eval.tables import alpha_tables, number
+from models.export import safeai
+from models.export.native import load_head, read_head
+from models.verifier import Verifier
+from train import ledger as ledgers
+from train.ledger import Ledger
+
+
+def finish(
+    cfg: TrainConf, folder: Path, verifier: Verifier, prepared: Prepared, head, trained: dict, ledger: Ledger
+) -> Outcome:
+    """Everything a run folder holds beside the checkpoints. `head/` is written already."""
+    with ledger.phase("export"):
+        export = safeai.write(read_head(folder), folder / "export")
+    record = ledgers.provenance(cfg, verifier, prepared, head, trained, ledger)
+    del head
+    with ledger.phase("evaluate"):
+        report = measure(cfg, folder, in_dtype(cfg, verifier), prepared)
+        alpha = report.write(folder / "alpha.json")
+    record["seconds"] = ledger.rounded()
+    ledgers.write(folder, record)
+    page = alpha
+    if cfg.evaluation.report:
+        page = write_report(folder, folder)
+    elif cfg.evaluation.plots:
+        write_plots(folder, folder)
+    console = Console(stderr=cfg.json)
+    console.print(alpha_tables(report.to_dict()))
+    paths = {"head": folder / "head", "export": export, "report": page}
+    console.print(closing_table(cfg, report, trained, ledger, paths))
+    values = report.to_dict() | {"run": str(folder), "head_folder": str(folder / "head"), "export": str(export)}
+    return Outcome(page, values | {"seconds": ledger.rounded(), "trained": trained})
+
+
+def in_dtype(cfg: TrainConf, verifier: Verifier) -> Verifier:
+    """The verifier in decode.dtype: the one at hand, or loaded again, the old one let go first."""
+    if str(verifier.dtype) == f"torch.{cfg.decode.dtype}":
+        return verifier
+    options = {name: getattr(cfg.verifier, name) for name in ("aux_layers", "trust_remote_code", "revision")}
+    device = str(verifier.device)
+    del verifier
+    gc.collect()
+    return Verifier.load(cfg.verifier.source, dtype=cfg.decode.dtype, device=device, **options)
+
+
+def measure(cfg: TrainConf, folder: Path, verifier: Verifier, prepared: Prepared) -> AlphaReport:
+    """The saved head, as it lies on disk, on the named suites and on held-out documents' questions."""
+    settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
+    head = load_head(folder, verifier, verifier.dtype)
+    prompts = load_prompts(verifier, cfg.evaluation.prompts, cfg.evaluation.limit)
+    prompts += document_prompts(prepared.validation, cfg.evaluation.limit)
+    return measure_head(verifier, head, settings, prompts, folder, cfg.trainer.progress)
+
+
+def closing_table(cfg: TrainConf, report: AlphaReport, trained: dict, ledger: Ledger, paths: dict[str, Path]) -> Table:
+    """What one wants to know at the end: acceptance, speed, time by phase, and where things lie."""
+    table = Table(title=cfg.name, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut off is no use
+    table.add_row("n-alpha by depth", "  ".join(number(value) for value in report.alpha_by_depth))
+    table.add_row("tau", f"{number(report.tau)} of at most {report.depth + 1} tokens per verify call")
+    table.add_row("speed-up", f"{number(report.speedup, 2)} in {report.dtype}, {report.threads} threads")
+    identical = {True: "yes", False: "NO: see differences in alpha.json", None: "not asked"}
+    table.add_row("same text as the verifier alone", identical[report.identical_to_baseline])
+    table.add_row("trained", f"{trained['steps']:,} steps, {trained['tokens']:,} tokens")
+    phases = ", ".join(f"{name} {minutes(seconds)}" for name, seconds in ledger.seconds.items())
+    table.add_row("time", f"{phases}; {minutes(sum(ledger.seconds.values()))} in all")
+    for name, path in paths.items():
+        table.add_row(name, str(path))
+    return table
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"

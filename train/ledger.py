@@ -1,0 +1,87 @@
+"""Where a run's time went, and everything needed to say what it was."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from conf.schema import TrainConf
+from data.prepare import Prepared
+from models.export.native import VerifierCard
+from models.heads.eagle3 import Eagle3Head
+
+PACKAGES = ("eyrie", "torch", "transformers", "lightning", "safetensors", "hydra-core", "datasets", "numpy")
+
+
+class Ledger:
+    """Seconds by phase, in the order they were met."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begun
+
+    def rounded(self) -> dict[str, float]:
+        return {name: round(value, 1) for name, value in self.seconds.items()}
+
+
+def provenance(cfg: TrainConf, verifier, prepared: Prepared, head: Eagle3Head, trained: dict, ledger: Ledger) -> dict:
+    """provenance.json. trained: steps, tokens and seconds of the training itself."""
+    return {
+        "command": " ".join([Path(sys.executable).name, "-m", "train", *sys.argv[1:]]),
+        "seed": cfg.seed,
+        "budget": cfg.budget_name,
+        "git": git_commit(),
+        "verifier": asdict(VerifierCard.of(verifier)) | {"dtype": str(verifier.dtype).removeprefix("torch.")},
+        "data": {"hash": prepared.content_hash, "folder": str(prepared.folder), **prepared.counts},
+        "draft_vocabulary": {"size": len(head.vocab), "hash": head.vocab.hash},
+        "training": trained,
+        "seconds": ledger.rounded(),
+        "machine": {
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": str(verifier.device),
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    }
+
+
+def write(folder: Path, values: dict) -> Path:
+    path = folder / "provenance.json"
+    path.write_text(json.dumps(values, indent=1) + "\n")
+    return path
+
+
+def git_commit() -> str | None:
+    """The commit of this source tree, `-dirty` behind it where files differ; None outside a repository."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,236 @@
+"""The whole job: data, states, head, training, evaluation, export, report."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from rich.console import Console
+
+from conf.cli import Outcome, main
+from conf.errors import UserError
+from conf.schema import TrainConf
+from data.batches import OnlineStates, PackedLoader
+from data.prepare import Prepared, prepare
+from data.store import StateStore
+from data.tokens import label_counts
+from eval.command import settings_of
+from eval.prompts import document_prompts
+from models.export.native import StoredHead, save_head
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.verifier import Verifier
+from models.vocab import DraftVocab
+from train import finish
+from train.callbacks import Bar, KeepLast, Validate, graceful
+from train.fit import fit, open_loggers
+from train.ledger import Ledger
+from train.module import HeadModule, StepSettings
+from train.plan import draft_vocab_size, plan_rows, show
+from train.resolve import resumed_config, with_defaults, write_config
+from train.schedule import Limits
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """One run: its settings, its folder, its place among the ranks, and the time it takes."""
+
+    cfg: TrainConf
+    folder: Path
+    rank: int
+    world: int
+    ledger: Ledger
+
+    def loggers(self, resumed_step: int):
+        """Context: the loggers of rank 0, none elsewhere."""
+        name = f"{self.cfg.name}/{self.folder.name}"
+        if self.rank:
+            return nullcontext([])
+        return open_loggers(self.cfg.logger, self.folder, name, asdict(self.cfg), resumed_step)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / "last.ckpt"
+
+
+@main("train", multirun=True, resolve=with_defaults)
+def train(cfg: TrainConf) -> Outcome | None:
+    """python -m train: see the module."""
+    job = start(cfg)
+    cfg = job.cfg
+    device = verifier_device(cfg)
+    if job.rank == 0:
+        Console(stderr=cfg.json).print(show(rows := plan_rows(cfg, device)))
+        if cfg.plan:
+            remove_empty(job.folder)
+            return Outcome(values={"plan": dict(rows)})
+        write_config(cfg, job.folder)
+    with job.ledger.phase("load"):
+        verifier = load_verifier(cfg, device)
+    with job.ledger.phase("synthesise"):
+        prepared = prepare(cfg.data, verifier)
+    with job.ledger.phase("capture"):
+        source = open_states(cfg, verifier, prepared)
+    module = build_module(job, verifier, prepared, source)
+    with job.ledger.phase("train"):
+        run_training(job, module, prepared)
+    if job.rank:
+        return None
+    trained = {"steps": module.global_step, "seconds": round(module.elapsed, 1), "tokens": module.tokens * job.world}
+    trained |= {"ttt_steps": cfg.head.ttt_steps, "data_hash": prepared.content_hash}
+    save_head(job.folder / "head", StoredHead.of(module.head, verifier, trained))
+    return finish.finish(cfg, job.folder, verifier, prepared, module.head, trained, job.ledger)
+
+
+def start(cfg: TrainConf) -> Job:
+    """Folder, ranks, threads, seed; a resumed run gets its own settings back."""
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    if cfg.resume:
+        cfg = resumed_config(Path(cfg.resume), list(hydra.overrides.task))
+        folder = Path(cfg.resume)
+        if not (folder / "checkpoints" / "last.ckpt").is_file():
+            raise UserError(f"expected a checkpoint to resume at {folder / 'checkpoints' / 'last.ckpt'}, found none")
+    if cfg.head.name != "eagle3":
+        raise UserError(f"no head '{cfg.head.name}'; there are: eagle3")
+    if cfg.head.ttt_steps < 1:
+        raise UserError(f"head.ttt_steps must be 1 or more, found {cfg.head.ttt_steps}")
+    if cfg.trainer.accumulate < 1:
+        raise UserError(f"trainer.accumulate must be 1 or more, found {cfg.trainer.accumulate}")
+    rank, world = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))), wanted_ranks(cfg)
+    if world > 1 and hydra.mode == RunMode.MULTIRUN:
+        raise UserError("a sweep's jobs take one device each (trainer.devices=1): several would start the sweep anew")
+    if rank:
+        logging.disable(logging.INFO)
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
+    pl.seed_everything(cfg.seed, verbose=False)
+    return Job(cfg, folder, rank, world, Ledger())
+
+
+def wanted_ranks(cfg: TrainConf) -> int:
+    """How many processes train together: the launcher's word, else what the settings come to here."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    devices = cfg.trainer.devices
+    if isinstance(devices, list):
+        devices = len(devices)
+    if str(devices) in ("auto", "-1"):
+        devices = torch.cuda.device_count() if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available() else 1
+    return max(1, int(devices)) * cfg.trainer.num_nodes
+
+
+def verifier_device(cfg: TrainConf) -> torch.device:
+    """The verifier sits where this rank trains."""
+    if cfg.verifier.device != "auto":
+        return torch.device(cfg.verifier.device)
+    if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        if cfg.trainer.accelerator in ("gpu", "cuda"):
+            raise UserError("trainer.accelerator asks for a GPU, found none: trainer=auto, or trainer.accelerator=cpu")
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def load_verifier(cfg: TrainConf, device: torch.device, dtype: str | None = None) -> Verifier:
+    """dtype: another than the settings'."""
+    options = {name: getattr(cfg.verifier, name) for name in ("aux_layers", "trust_remote_code", "revision")}
+    return Verifier.load(cfg.verifier.source, dtype=dtype or cfg.verifier.dtype, device=str(device), **options)
+
+
+def open_states(cfg: TrainConf, verifier: Verifier, prepared: Prepared) -> StateStore | OnlineStates:
+    """The training documents' states: from disk, computed once, or from the verifier in every step."""
+    if not cfg.data.store:
+        return OnlineStates(verifier, prepared.train)
+    return StateStore.capture(verifier, prepared.train, dtype=cfg.data.store_dtype)
+
+
+def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> HeadModule:
+    """Draft vocabulary, head, loader and limits."""
+    cfg = job.cfg
+    counts_V = label_counts(prepared.train, verifier.vocab_size)
+    vocab = DraftVocab.from_counts(counts_V, draft_vocab_size(cfg.head.draft_vocab_size, verifier.vocab_size))
+    covered = counts_V[vocab.ids_R].sum().item() / max(1, counts_V.sum().item())
+    log.info(f"draft vocabulary: {len(vocab):,} of {verifier.vocab_size:,} tokens, {covered:.2%} of the labels")
+    head = build_head(cfg, verifier, vocab)
+    loader = PackedLoader(source, cfg.trainer.tokens_per_step, cfg.seed, job.rank, job.world)
+    windows = max(1, len(loader.plan(0)) // cfg.trainer.accumulate)
+    limits = limits_of(cfg, windows)
+    log.info(
+        f"training: {len(prepared.train):,} documents, {windows:,} steps an epoch"
+        + (f", {limits.steps:,} steps at most" if limits.steps else "")
+        + (f"; {loader.dropped} documents longer than trainer.tokens_per_step are left out" if loader.dropped else "")
+    )
+    settings = StepSettings(
+        cfg.optim, limits, cfg.head.ttt_steps, cfg.head.step_decay, cfg.trainer.accumulate, cfg.trainer.log_every
+    )
+    return HeadModule(head, verifier, loader, settings)
+
+
+def build_head(cfg: TrainConf, verifier: Verifier, vocab: DraftVocab) -> Eagle3Head:
+    """A head of the verifier's geometry, started from its layer and LM head unless the settings say otherwise."""
+    config = Eagle3Config.from_verifier(
+        verifier.head_geometry, verifier.aux_layers, len(vocab), cfg.head.fc_norm, cfg.head.norm_output
+    )
+    head = Eagle3Head(config, verifier.embedding_VD, vocab).to(verifier.device)
+    for what, value in (("start", cfg.head.start), ("start_lm_head", cfg.head.start_lm_head)):
+        if value not in ("verifier", "random"):
+            raise UserError(f"head.{what} must be verifier or random, found {value}")
+    head.start_from_verifier(
+        verifier.layer_state_dict(cfg.head.start_layer) if cfg.head.start == "verifier" else {},
+        verifier.final_norm_weight,
+        verifier.lm_head_rows(vocab.ids_R),
+        layer=cfg.head.start == "verifier",
+        lm_head=cfg.head.start_lm_head == "verifier",
+    )
+    return head
+
+
+def limits_of(cfg: TrainConf, windows: int) -> Limits:
+    """The run's end from trainer.max_steps, .epochs (of `windows` steps) and .minutes; at least one must be there."""
+    trainer = cfg.trainer
+    by_epochs = max(1, round(trainer.epochs * windows)) if trainer.epochs else None
+    steps = min((bound for bound in (trainer.max_steps, by_epochs) if bound), default=None)
+    if not steps and not trainer.minutes:
+        raise UserError("the run has no end: give trainer.max_steps, trainer.epochs or trainer.minutes, or a budget")
+    return Limits(steps, trainer.minutes and 60 * trainer.minutes)
+
+
+def run_training(job: Job, module: HeadModule, prepared: Prepared) -> None:
+    """Fit with checkpoints, validation and bar; Ctrl-C leaves a checkpoint and says how to go on."""
+    cfg, step = job.cfg, 0
+    if cfg.resume:
+        step = torch.load(job.checkpoint, weights_only=True, map_location="cpu")["global_step"]
+    job.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    callbacks: list[pl.Callback] = []
+    prompts = document_prompts(prepared.validation, cfg.trainer.validate_prompts or None)
+    if cfg.trainer.validate_every and prompts:
+        settings = replace(settings_of(cfg.decode, seed=cfg.seed, temperature=0.0), baseline=False)
+        callbacks.append(Validate(prompts, settings, cfg.trainer.validate_every))
+    callbacks.append(KeepLast(job.checkpoint.parent, cfg.trainer.checkpoint_every))
+    if cfg.trainer.progress:
+        callbacks.append(Bar())
+    resume = job.checkpoint if cfg.resume else None
+    with job.loggers(step) as loggers, graceful(module):
+        try:
+            fit(module, cfg.trainer, callbacks, loggers, resume, job.folder)
+        except SystemExit:  # how Lightning ends on a second signal
+            if not module.stop_wanted:
+                raise
+    if module.stop_wanted:
+        how = f"continue with: python -m train resume={job.folder}"
+        raise KeyboardInterrupt(how if job.checkpoint.is_file() else "before the first step; start it again")
+    log.info(f"trained {module.global_step:,} steps in {finish.minutes(module.elapsed)}")
+
+
+def remove_empty(folder: Path) -> None:
+    """Hydra makes a run folder before it is known that only a plan is wanted."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,64 @@
+"""What a command line leaves open, filled in before anything runs: the budget, and a resumed run's settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from conf.cli import choices
+from conf.errors import UserError
+from conf.explain import groups
+from conf.schema import TrainConf
+
+CONFIG = "config.yaml"
+# What may differ from the run that is continued: how long, where, and what is looked at. Never what is learnt from.
+RESUMABLE = ("trainer.", "evaluation.", "decode.", "logger.", "json", "resume", "plan", "threads")
+FIXED = ("trainer.tokens_per_step", "trainer.accumulate")
+
+
+def with_defaults(overrides: list[str]) -> list[str]:
+    """Adds `budget=hour` (CPU) or `budget=full` (GPU) where none is named, and a resumed run's folder."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    # Of a sweep, the first value stands for all: it decides nothing here but whether a budget is named.
+    single = [
+        f"{item.key_or_group}={next(item.sweep_string_iterator())}" if item.is_sweep_override() else item.input_line
+        for item in parsed
+    ]
+    resumed = next((item.value() for item in parsed if item.key_or_group == "resume"), None)
+    if resumed:
+        folder = Path(str(resumed))
+        if not (folder / CONFIG).is_file():
+            raise UserError(f"expected a run folder with {CONFIG} to resume, found none at {folder}")
+        return [*overrides, f"hydra.run.dir='{folder}'"]
+    if "budget" in choices("train", [line for line in single if not line.startswith("hydra.")]):
+        return overrides
+    return [*overrides, f"budget={'full' if torch.cuda.is_available() else 'hour'}"]
+
+
+def resumed_config(folder: Path, overrides: list[str]) -> TrainConf:
+    """The settings that `folder` was started with, and of `overrides` those that a resumed run may change."""
+    stored = OmegaConf.merge(OmegaConf.structured(TrainConf), OmegaConf.load(folder / CONFIG))
+    kept = []
+    for item in OverridesParser.create().parse_overrides(overrides):
+        name = item.key_or_group
+        if name in groups("train") or name.startswith(FIXED) or not name.startswith(RESUMABLE):
+            raise UserError(
+                f"{name} cannot change when a run is resumed; what can: {', '.join(RESUMABLE)} "
+                f"(single settings, without {', '.join(FIXED)})"
+            )
+        kept.append(item.input_line)
+    cfg = OmegaConf.to_object(OmegaConf.merge(stored, OmegaConf.from_dotlist(kept)))
+    cfg.resume = str(folder)
+    return cfg
+
+
+def write_config(cfg: TrainConf, folder: Path) -> None:
+    """config.yaml: every setting with the value that was used."""
+    values = OmegaConf.structured(cfg)
+    for once in ("resume", "json", "plan"):  # of the command, not of the run
+        values[once] = next(f.default for f in fields(TrainConf) if f.name == once)
+    OmegaConf.save(values, folder / CONFIG)
