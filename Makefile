@@ -17,7 +17,7 @@ help: ## this page
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 setup: $(STAMP) ## virtual environment in .venv (pinned, editable), the verifier converted into the cache
-	@$(BIN)/python -m models.embedded >/dev/null
+	@$(BIN)/python -c 'from models.embedded import folder; print("verifier:", folder())'
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Eyrie needs Python 3.10 or newer: make PYTHON=python3.11 setup")'

@@ -109,8 +109,7 @@ def choose(logits_BV: Tensor, temperature: float, uniform_B: np.ndarray) -> list
     """Next tokens: argmax at temperature 0, else the inverse of each row's cumulative law at its uniform number."""
     if temperature == 0:
         return logits_BV.argmax(-1).tolist()
-    law_BV = torch.softmax(logits_BV.double() / temperature, -1)
-    cumulative_BV = law_BV.cumsum_(-1)
+    cumulative_BV = torch.softmax(logits_BV / temperature, -1).cumsum(-1, dtype=torch.float64)
     target_B1 = torch.from_numpy(uniform_B).to(logits_BV.device).unsqueeze(-1) * cumulative_BV[:, -1:]
     # right=True skips tokens of probability zero; the clamp meets a product that rounds up to the total.
     token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)

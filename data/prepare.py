@@ -16,6 +16,7 @@ from conf.paths import cache_dir
 from data.documents import Document, content_hash, describe, split
 from data.files import key_of, only_writer, read_json, write_json
 from data.log import RoundLog
+from data.progress import progress_bar
 from data.sources import Dialogue, files_hash, parse_row, read_dialogues, resolve
 from data.synthesize import Limits, Sampling, regenerate, synthesize
 from data.tokens import tokenize
@@ -120,6 +121,9 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path) -> RoundLog
             rows = synthesize(verifier, path, _sampling(cfg), _limits(cfg))
         else:
             rows = regenerate(verifier, read_dialogues(resolve(cfg.path), bad), path, _sampling(cfg), _limits(cfg))
+        if not rows.rows:
+            found = describe(rows.counts + bad) or "nothing was dropped"
+            raise UserError(f"expected dialogues from {verifier.name}, none was finished ({found}); raise data.minutes")
         write_json(state, {"rows": len(rows.rows), "rounds": rows.rounds, "seconds": rows.seconds, "bad rows": bad})
     rows.counts.update(bad)
     return rows
@@ -144,11 +148,14 @@ def _sampling(cfg: DataConf) -> Sampling:
 def _limited(documents: Iterator[Document], cfg: DataConf) -> Iterator[Document]:
     """Documents until the limits on their number and answer tokens are met, without reading any further."""
     tokens = 0
-    for document in itertools.islice(documents, cfg.max_documents):
-        if cfg.max_tokens is not None and tokens >= cfg.max_tokens:
-            return
-        tokens += document.answer_tokens
-        yield document
+    with progress_bar() as bar:
+        task = bar.add_task("tokenizing", total=cfg.max_documents, rate="")
+        for document in itertools.islice(documents, cfg.max_documents):
+            if cfg.max_tokens is not None and tokens >= cfg.max_tokens:
+                return
+            tokens += document.answer_tokens
+            bar.update(task, advance=1, rate=f"{tokens:,} answer tokens")
+            yield document
 
 
 def _totals(documents: list[Document]) -> dict[str, int]:

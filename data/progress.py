@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
-def progress_bar(unit: str = "tokens") -> Progress:
-    """A rich Progress whose tasks count `unit`; use as a context manager and `add_task(label, total=..)`."""
+def progress_bar() -> Progress:
+    """A rich Progress: a context manager; `add_task(label, total=.. or None, rate="")`, `update(task, rate=..)`."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
         TextColumn("left"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 64  # of a prompt that the verifier writes; longer ones are dropped
 MIN_PROMPT_TOKENS = 4
+PROMPT_SHARE = 0.4  # of the time that is left, at most, for a round's prompts: they are worth nothing unanswered
 EMPTY_ROUNDS = 3  # rounds without one usable prompt after which to give up
 
 
@@ -72,7 +73,7 @@ def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limit
     clock = _Clock(log, limits)
     while not clock.met():
         number = clock.affordable(sampling.round_size)
-        prompts = _write_prompts(verifier, sampling, index, number, clock.deadline, seen, pending)
+        prompts = _write_prompts(verifier, sampling, index, number, clock.share(PROMPT_SHARE), seen, pending)
         if limits.max_documents is not None:
             prompts = dict(itertools.islice(prompts.items(), limits.max_documents - len(log.rows)))
         named = {
@@ -87,6 +88,7 @@ def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limit
             log.append(rows, index, pending, clock.lap())
             pending = Counter()
         index += 1
+    log.counts.update(pending)
     return log
 
 
@@ -98,23 +100,25 @@ def regenerate(
     Every assistant turn is generated, one after another, each seeing the verifier's earlier answers as they were
     generated; an answer cut by a limit ends its dialogue. Answers in the file are dropped.
     """
-    log = RoundLog(path)
+    log, pending = RoundLog(path), Counter()
     clock = _Clock(log, limits)
     source = iter(dialogues)
     for index in itertools.count():
         chunk = list(itertools.islice(source, sampling.round_size))
         if not chunk or clock.met():
-            return log
+            break
         if index < log.rounds:
             continue  # done by an earlier run
         if limits.max_documents is not None:
             chunk = chunk[: limits.max_documents - len(log.rows)]
-        pending = Counter()
         # Named by place in the source: ids of a file need not be unique, and batch size must not matter.
         named = {str(index * sampling.round_size + n): dialogue for n, dialogue in enumerate(chunk)}
         rows = clock.fitting(_answer(verifier, named, sampling, clock.deadline, pending))
         if rows:
             log.append(rows, index, pending, clock.lap())
+            pending = Counter()
+    log.counts.update(pending)
+    return log
 
 
 class _Clock:
@@ -127,6 +131,11 @@ class _Clock:
 
     def late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline - 1
+
+    def share(self, part: float) -> float | None:
+        """The time at which `part` of what is left has gone."""
+        now = time.monotonic()
+        return None if self.deadline is None else now + part * (self.deadline - now)
 
     def affordable(self, round_size: int) -> int:
         """Prompts for the next round: fewer when the last round took longer than the time that is left."""

@@ -31,3 +31,8 @@ def _seeded():
 
 def pytest_unconfigure():
     _CACHE.cleanup()
+
+
+def pytest_configure(config):
+    # A warning is a fault of ours or a surprise of a library's: each exception is named here, with its reason.
+    config.addinivalue_line("filterwarnings", "error")

@@ -255,8 +255,8 @@ def test_regeneration_answers_turn_after_turn(tmp_path):
             answers += 1
         assert row["conversations"][-1]["role"] == "assistant" and row["spans"][-1][1] == len(row["input_ids"])
     assert answers > len(log.rows), "a second answer should be seen"
-    short = regenerate(verifier, dialogues[:2], tmp_path / "e.jsonl", replace(SMALL, max_new_tokens=1), Limits())
-    assert short.counts["dialogue ended early: an answer met its limit"] > 0
+    short = regenerate(tiny_writer(end=0.0), dialogues[:2], tmp_path / "e.jsonl", SMALL, Limits())
+    assert short.counts["dialogue ended early: an answer met its limit"] == 2
     assert all(row["conversations"][-1]["role"] == "assistant" for row in short.rows)
 
 

@@ -18,7 +18,7 @@ from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.losses import ttt_loss
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
-from train.callbacks import KeepLast, Validate, free_running, graceful
+from train.callbacks import Bar, KeepLast, Validate, free_running, graceful, summary
 from train.fit import MetricsFile, fit
 from train.module import HeadModule, StepSettings
 from train.schedule import Limits
@@ -133,6 +133,18 @@ def test_validation_leaves_the_head_training_and_changes_nothing(verifier, tmp_p
     assert watched.head.training
 
 
+def test_bar_shows_loss_accuracy_tau_and_rate(verifier, monkeypatch, capsys):
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    module = make(verifier, 4)
+    module.metrics["val/tau"] = 1.25
+    fit(module, CPU, [Bar()])
+    text = capsys.readouterr().err
+    assert "100%" in text and "step 4 loss" in text and "tau 1.25" in text
+    assert summary({"val/tau": 1.25}) == "tau 1.25"
+    metrics = {"train/loss": 2.5, "train/accuracy_0": 0.5, "train/accuracy_1": 0.25, "train/tokens_per_second": 1234.0}
+    assert summary(metrics | {"val/tau": 1.25}) == "loss 2.500, acc 0.50 0.25, tau 1.25, 1,234 tokens/s"
+
+
 def test_a_clock_ends_the_run(verifier):
     module = make(verifier, seconds=1.0)
     fit(module, CPU, [])
@@ -163,6 +175,11 @@ def test_a_signal_ends_the_run_after_the_step(verifier, tmp_path):
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
 
 
+def test_ranks_must_agree_with_lightning(verifier):
+    with pytest.raises(UserError, match="rank 0 of 1"):
+        fit(make(verifier, 1, rank=1, world=2), CPU, [])
+
+
 def two_ranks(rank: int, port: int, out: Path) -> None:
     """One gloo rank of two, as torchrun would start it: three steps of one batch each."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -175,6 +192,7 @@ def two_ranks(rank: int, port: int, out: Path) -> None:
         torch.save(parameters(module), out / "two.pt")
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # newer Pythons; nothing runs in them
 def test_two_ranks_step_as_two_accumulated_batches(verifier, tmp_path):
     """Two ranks with a batch each take the steps of one process with windows of the same two batches."""
     with socket.socket() as free:

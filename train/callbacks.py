@@ -14,8 +14,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from data.progress import progress_bar
 from eval.alpha import evaluate
 from eval.measure import EvalSettings
 from eval.prompts import Prompt
@@ -93,20 +94,30 @@ class Bar(pl.Callback):
     EVERY = 30.0
 
     def __init__(self):
-        self.bar = progress_bar("per cent")
+        console = Console(stderr=True)
+        # A narrow bar: the numbers are what one watches, and 80 columns must hold them.
+        self.bar = Progress(
+            BarColumn(bar_width=8),
+            TaskProgressColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
         self.task = None
         self.spoken = time.monotonic()
 
     def on_train_start(self, trainer, module) -> None:
         if trainer.is_global_zero:
             self.bar.start()
-            self.task = self.bar.add_task("training %", total=100, completed=100 * module.progress, rate="")
+            self.task = self.bar.add_task("training", total=100, completed=100 * module.progress)
 
     def on_train_batch_end(self, trainer, module: HeadModule, outputs, batch, batch_idx) -> None:
         if self.task is None:
             return
         text = f"step {trainer.global_step:,} {summary(module.metrics)}"
-        self.bar.update(self.task, completed=100 * module.progress, rate=text)
+        self.bar.update(self.task, completed=100 * module.progress, description=text)
         if self.bar.disable and time.monotonic() - self.spoken > self.EVERY:
             self.spoken = time.monotonic()
             log.info(f"training {module.progress:.0%}: {text}")
@@ -116,11 +127,11 @@ class Bar(pl.Callback):
 
 
 def summary(metrics: dict[str, float]) -> str:
-    """`loss 2.31, accuracy .41 .22 .10, tau 1.32, 1,234 tokens/s` of what has been measured so far."""
+    """`loss 2.310, acc 0.41 0.22 0.10, tau 1.32, 1,234 tokens/s` of what has been measured so far."""
     parts = []
     if "train/loss" in metrics:
         accuracy = [metrics[f"train/accuracy_{k}"] for k in range(3) if f"train/accuracy_{k}" in metrics]
-        parts = [f"loss {metrics['train/loss']:.3f}", "accuracy " + " ".join(f"{value:.2f}" for value in accuracy)]
+        parts = [f"loss {metrics['train/loss']:.3f}", "acc " + " ".join(f"{value:.2f}" for value in accuracy)]
     if "val/tau" in metrics:
         parts.append(f"tau {metrics['val/tau']:.2f}")
     if "train/tokens_per_second" in metrics:

@@ -37,15 +37,16 @@ def fit(
     folder: Path | None = None,
 ) -> pl.Trainer:
     """Train until the module's limits, from `checkpoint` when given. Returns the finished Trainer."""
+    device = module.verifier.device.type  # the head trains where its verifier is, whatever else there may be
     with warnings.catch_warnings():
         for message in EXPECTED:
             warnings.filterwarnings("ignore", message=message)
         trainer = pl.Trainer(
-            accelerator=cfg.accelerator,
+            accelerator="cpu" if device == "cpu" else cfg.accelerator,
             devices=cfg.devices,
             num_nodes=cfg.num_nodes,
             strategy=strategy(cfg),
-            precision=precision(cfg),
+            precision=precision(cfg, device),
             max_steps=module.settings.limits.steps or -1,
             max_epochs=-1,
             callbacks=list(callbacks),
@@ -66,12 +67,11 @@ def strategy(cfg: TrainerConf) -> str | DDPStrategy:
     return DDPStrategy(broadcast_buffers=False) if cfg.strategy == "ddp" else cfg.strategy
 
 
-def precision(cfg: TrainerConf) -> str:
+def precision(cfg: TrainerConf, device: str) -> str:
     """ "auto": bf16-mixed where the device multiplies bfloat16 natively."""
     if cfg.precision != "auto":
         return cfg.precision
-    on_gpu = cfg.accelerator != "cpu" and torch.cuda.is_available()
-    return "bf16-mixed" if native_dtype("cuda" if on_gpu else "cpu") == torch.bfloat16 else "32-true"
+    return "bf16-mixed" if native_dtype(device) == torch.bfloat16 else "32-true"
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def start(cfg: TrainConf) -> Job:
         raise UserError(f"head.ttt_steps must be 1 or more, found {cfg.head.ttt_steps}")
     if cfg.trainer.accumulate < 1:
         raise UserError(f"trainer.accumulate must be 1 or more, found {cfg.trainer.accumulate}")
-    rank, world = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))), wanted_ranks(cfg)
+    rank, world = place(cfg)
     if world > 1 and hydra.mode == RunMode.MULTIRUN:
         raise UserError("a sweep's jobs take one device each (trainer.devices=1): several would start the sweep anew")
     if rank:
@@ -116,16 +116,23 @@ def start(cfg: TrainConf) -> Job:
     return Job(cfg, folder, rank, world, Ledger())
 
 
-def wanted_ranks(cfg: TrainConf) -> int:
-    """How many processes train together: the launcher's word, else what the settings come to here."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+def place(cfg: TrainConf) -> tuple[int, int]:
+    """(rank, ranks) of this process, before there is a process group: data is prepared without one.
+
+    From torchrun's or Slurm's environment, else what Lightning will start. HeadModule checks it against Lightning.
+    """
+    here = os.environ
+    if "RANK" in here and "WORLD_SIZE" in here:
+        return int(here["RANK"]), int(here["WORLD_SIZE"])
     devices = cfg.trainer.devices
     if isinstance(devices, list):
         devices = len(devices)
     if str(devices) in ("auto", "-1"):
         devices = torch.cuda.device_count() if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available() else 1
-    return max(1, int(devices)) * cfg.trainer.num_nodes
+    world = max(1, int(devices)) * cfg.trainer.num_nodes
+    if int(here.get("SLURM_NTASKS", 1)) == world > 1:
+        return int(here["SLURM_PROCID"]), world
+    return int(here.get("NODE_RANK", 0)) * int(devices) + int(here.get("LOCAL_RANK", 0)), world
 
 
 def verifier_device(cfg: TrainConf) -> torch.device:

@@ -165,6 +165,14 @@ class HeadModule(pl.LightningModule):
         states, place = batch
         return states.to(device), place
 
+    def on_fit_start(self) -> None:
+        ours, lightnings = (self.loader.rank, self.loader.world), (self.global_rank, self.trainer.world_size)
+        if ours != lightnings:
+            raise UserError(
+                f"the data was dealt out for rank {ours[0]} of {ours[1]}, Lightning runs rank {lightnings[0]} of "
+                f"{lightnings[1]}: set trainer.devices and trainer.num_nodes to what was started"
+            )
+
     def on_train_start(self) -> None:
         before, begun = self.elapsed, time.monotonic()
         self._clock = lambda: before + time.monotonic() - begun
