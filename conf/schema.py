@@ -44,7 +44,7 @@ class DataConf:
     max_tokens: int | None = None  # answer tokens
     minutes: float | None = None
     max_new_tokens: int = 192
-    max_length: int = 2048  # longer documents are dropped, with a count
+    max_length: int = 1024  # longer documents are clipped, with a count; no more than trainer.tokens_per_step
     temperature: float = 0.0  # of answers
     prompt_temperature: float = 1.0  # of prompts that the verifier writes
     batch_size: int = 64  # sequences generated at once
@@ -155,7 +155,7 @@ class EvalCommandConf(RunConf):
     """python -m eval"""
 
     run: str | None = None  # a run folder, or a head folder
-    verifier: str | None = None  # null: the one the head was trained for
+    verifier_source: str | None = None  # null: the one the head was trained for, by its name
     prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
     limit: int | None = None  # prompts per suite
     temperature: float | None = None  # short for decode.temperature

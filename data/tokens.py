@@ -17,7 +17,7 @@ from conf.errors import UserError
 from data.documents import Document, Drop, clip, describe
 from data.sources import Dialogue
 from models.chat import render
-from models.vocab import DraftVocab
+from models.vocab import DraftVocab, draft_vocab_size
 
 if TYPE_CHECKING:
     from models.verifier import Verifier
@@ -87,11 +87,10 @@ def label_counts(documents: Iterable[Document], vocab_size: int) -> torch.Tensor
 def draft_vocab(documents: Iterable[Document], vocab_size: int, size: int | None = None) -> tuple[DraftVocab, float]:
     """(vocabulary of the most frequent labels, the share of labels that it covers).
 
-    size None: 8192 for verifiers of fewer than 64k tokens, else 32000; all of a smaller vocabulary.
+    size: see models.vocab.draft_vocab_size.
     """
     counts_V = label_counts(documents, vocab_size)
-    default = 8192 if vocab_size < 65536 else 32000
-    vocab = DraftVocab.from_counts(counts_V, min(default, vocab_size) if size is None else size)
+    vocab = DraftVocab.from_counts(counts_V, draft_vocab_size(size, vocab_size))
     return vocab, int(counts_V[vocab.ids_R].sum()) / max(1, int(counts_V.sum()))
 
 

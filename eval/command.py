@@ -36,7 +36,7 @@ def evaluate_run(cfg) -> Outcome:
     run = Path(cfg.run)
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)
     stored = read_head(run)
-    source = cfg.verifier or stored.verifier.name
+    source = cfg.verifier_source or stored.verifier.name
     verifier = Verifier.load(source, dtype=cfg.decode.dtype, aux_layers=stored.config.aux_layers)
     head = load_head(run, verifier, verifier.dtype)
     report = measure_head(verifier, head, settings, load_prompts(verifier, cfg.prompts, cfg.limit), run)

@@ -177,7 +177,7 @@ def _bar(total: int, show: bool) -> Iterator[Callable[[list[PromptRun]], None]]:
     if not show:
         yield lambda runs: None
         return
-    with progress_bar("prompts") as bar:
+    with progress_bar() as bar:
         task = bar.add_task("evaluating", total=total, rate="")
 
         def update(runs: list[PromptRun]) -> None:

@@ -1,6 +1,6 @@
 """One self-contained page for a run, or for several side by side.
 
-    python -m eval.report runs=[outputs/a/TIME,outputs/b/TIME] out=compare.html
+python -m eval.report runs=[outputs/a/TIME,outputs/b/TIME] out=compare.html
 """
 
 from __future__ import annotations

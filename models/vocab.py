@@ -11,6 +11,13 @@ from torch import Tensor
 
 from conf.errors import UserError
 
+DEFAULT_SIZE, DEFAULT_SIZE_LARGE, LARGE = 8192, 32000, 65536
+
+
+def draft_vocab_size(wanted: int | None, vocab_size: int) -> int:
+    """R: `wanted`, or 8192 for verifiers of up to 64k tokens and 32000 above; never more than V."""
+    return min(wanted or (DEFAULT_SIZE if vocab_size <= LARGE else DEFAULT_SIZE_LARGE), vocab_size)
+
 
 @dataclass(frozen=True, eq=False)
 class DraftVocab:

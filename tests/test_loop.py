@@ -244,9 +244,7 @@ def test_cache_lengths_after_full_acceptance_and_after_a_rejection_at_draft_two(
     for name, wrong in (("all", None), ("second", 2)):
         caches = []
         verifier.new_cache = lambda batch, capacity, caches=caches: caches.append(StubCache()) or caches[-1]
-        rounds = speculate(
-            verifier, Oracle(plain, wrong), [FIRST], max_new_tokens=9, depth=4, sampling=GREEDY
-        )
+        rounds = speculate(verifier, Oracle(plain, wrong), [FIRST], max_new_tokens=9, depth=4, sampling=GREEDY)
         next(rounds), next(rounds)
         lengths[name] = caches[0].lengths
     n = 1

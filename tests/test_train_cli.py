@@ -16,7 +16,6 @@ from models.export import safeai
 from models.export.native import read_head
 from tiny import tiny_model, tiny_tokenizer
 from train.main import train
-from train.plan import draft_vocab_size
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,13 +152,6 @@ def test_two_processes_through_hydra(words, tmp_path):
     values = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(values) == 1 and values[0]["trained"]["steps"] == 4
     assert len(list(tmp_path.glob("debug/*"))) == 1
-
-
-def test_draft_vocabulary_defaults():
-    assert draft_vocab_size(None, 49152) == 8192
-    assert draft_vocab_size(None, 128256) == 32000
-    assert draft_vocab_size(None, 300) == 300
-    assert draft_vocab_size(64, 300) == 64
 
 
 def test_a_sweep(words, monkeypatch, capsys, tmp_path):

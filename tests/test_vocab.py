@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from models.vocab import DraftVocab
+from models.vocab import DraftVocab, draft_vocab_size
 
 
 def test_most_frequent_ids_ascending_with_ties_to_the_lower_id():
@@ -65,3 +65,10 @@ def test_bad_maps_and_sizes_are_refused():
     for size in (0, 9):
         with pytest.raises(UserError, match=f"found {size}"):
             DraftVocab.from_counts(torch.zeros(8), size)
+
+
+def test_draft_vocabulary_defaults():
+    assert draft_vocab_size(None, 49152) == 8192
+    assert draft_vocab_size(None, 128256) == 32000
+    assert draft_vocab_size(None, 300) == 300
+    assert draft_vocab_size(64, 300) == 64

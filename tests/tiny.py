@@ -1,6 +1,6 @@
 """Tiny random verifiers and a tokenizer built in code, for every test: nothing is downloaded.
 
-    verifier = tiny_verifier("llama", layers=8, hidden=64, vocab=512, seed=0)
+verifier = tiny_verifier("llama", layers=8, hidden=64, vocab=512, seed=0)
 """
 
 from functools import lru_cache

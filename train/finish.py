@@ -13,7 +13,7 @@ from conf.schema import TrainConf
 from data.prepare import Prepared
 from eval.alpha import AlphaReport
 from eval.command import measure_head, settings_of
-from eval.prompts import document_prompts, load_prompts
+from eval.prompts import load_prompts
 from eval.report import write_plots, write_report
 from eval.tables import alpha_tables, number
 from models.export import safeai
@@ -32,7 +32,7 @@ def finish(
     record = ledgers.provenance(cfg, verifier, prepared, head, trained, ledger)
     del head
     with ledger.phase("evaluate"):
-        report = measure(cfg, folder, in_dtype(cfg, verifier), prepared)
+        report = measure(cfg, folder, in_dtype(cfg, verifier))
         alpha = report.write(folder / "alpha.json")
     record["seconds"] = ledger.rounded()
     ledgers.write(folder, record)
@@ -60,12 +60,11 @@ def in_dtype(cfg: TrainConf, verifier: Verifier) -> Verifier:
     return Verifier.load(cfg.verifier.source, dtype=cfg.decode.dtype, device=device, **options)
 
 
-def measure(cfg: TrainConf, folder: Path, verifier: Verifier, prepared: Prepared) -> AlphaReport:
-    """The saved head, as it lies on disk, on the named suites and on held-out documents' questions."""
+def measure(cfg: TrainConf, folder: Path, verifier: Verifier) -> AlphaReport:
+    """The saved head, as it lies on disk, on the named suites: nothing that the verifier wrote is among them."""
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
     head = load_head(folder, verifier, verifier.dtype)
     prompts = load_prompts(verifier, cfg.evaluation.prompts, cfg.evaluation.limit)
-    prompts += document_prompts(prepared.validation, cfg.evaluation.limit)
     return measure_head(verifier, head, settings, prompts, folder, cfg.trainer.progress)
 
 

@@ -20,7 +20,7 @@ from conf.schema import TrainConf
 from data.batches import OnlineStates, PackedLoader
 from data.prepare import Prepared, prepare
 from data.store import StateStore
-from data.tokens import label_counts
+from data.tokens import draft_vocab
 from eval.command import settings_of
 from eval.prompts import document_prompts
 from models.export.native import StoredHead, save_head
@@ -32,7 +32,7 @@ from train.callbacks import Bar, KeepLast, Validate, graceful
 from train.fit import fit, open_loggers
 from train.ledger import Ledger
 from train.module import HeadModule, StepSettings
-from train.plan import draft_vocab_size, plan_rows, show
+from train.plan import plan_rows, show
 from train.resolve import resumed_config, with_defaults, write_config
 from train.schedule import Limits
 
@@ -162,9 +162,7 @@ def open_states(cfg: TrainConf, verifier: Verifier, prepared: Prepared) -> State
 def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> HeadModule:
     """Draft vocabulary, head, loader and limits."""
     cfg = job.cfg
-    counts_V = label_counts(prepared.train, verifier.vocab_size)
-    vocab = DraftVocab.from_counts(counts_V, draft_vocab_size(cfg.head.draft_vocab_size, verifier.vocab_size))
-    covered = counts_V[vocab.ids_R].sum().item() / max(1, counts_V.sum().item())
+    vocab, covered = draft_vocab(prepared.train, verifier.vocab_size, cfg.head.draft_vocab_size)
     log.info(f"draft vocabulary: {len(vocab):,} of {verifier.vocab_size:,} tokens, {covered:.2%} of the labels")
     head = build_head(cfg, verifier, vocab)
     loader = PackedLoader(source, cfg.trainer.tokens_per_step, cfg.seed, job.rank, job.world)

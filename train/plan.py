@@ -15,8 +15,8 @@ from conf.paths import cache_dir
 from conf.schema import TrainConf
 from models import embedded
 from models.introspect import check_aux_layers
+from models.vocab import draft_vocab_size
 
-DRAFT_VOCAB, DRAFT_VOCAB_LARGE, LARGE = 8192, 32000, 65536
 PROMPT_TOKENS = 48  # a guess at template and question; exact numbers follow when the data is there
 ANSWER_SHARE = 0.75  # of max_new_tokens that an answer fills, by guess
 EFFICIENCY = 0.3  # of the matrix-multiplication rate that a whole step reaches, by guess
@@ -34,11 +34,6 @@ class Sizes:
     verifier: int
     head: int
     embedding: int
-
-
-def draft_vocab_size(wanted: int | None, vocab: int) -> int:
-    """R: 8192 for verifiers of up to 64k tokens, 32000 above, never more than V."""
-    return min(wanted or (DRAFT_VOCAB if vocab <= LARGE else DRAFT_VOCAB_LARGE), vocab)
 
 
 def sizes(cfg: TrainConf) -> Sizes:

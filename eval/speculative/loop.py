@@ -143,9 +143,7 @@ def speculative_decode(verifier, drafter: Drafter, prompt_ids: list[int], **opti
 
 
 @torch.no_grad()
-def plain_decode(
-    verifier, prompt_ids: list[int], *, max_new_tokens: int, sampling: Sampling, seed: int = 0
-) -> Decoded:
+def plain_decode(verifier, prompt_ids: list[int], *, max_new_tokens: int, sampling: Sampling, seed: int = 0) -> Decoded:
     """The verifier alone, a token a step, through the same adapter and cache: the baseline of every speed-up."""
     clock, generator = Clock(verifier.device), torch.Generator().manual_seed(seed)
     begun = clock.now()
