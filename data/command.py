@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from conf.errors import UserError
 from conf.paths import cache_dir
 from conf.schema import DataCommandConf
 from data.documents import Document, describe
-from data.files import read_json, write_json
+from data.files import read_json, replacing, write_json
 from data.inspect import show
 from data.log import RoundLog
 from data.prepare import Prepared, dialogues_folder, prepare, write_dialogues
@@ -81,12 +80,10 @@ def tokenize_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     """Documents as rows of ids and spans, which `data.path` reads again."""
     prepared = prepare(cfg.data, verifier)
     path = prepared.folder / "documents.jsonl" if cfg.out is None else _out(cfg.out)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for part in ("train", "validation"):
             for document in getattr(prepared, part):
                 stream.write(json.dumps(asdict(document) | {"split": part}, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
     return Outcome(path, _values(prepared))
 
 

@@ -29,11 +29,21 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, this process's own, that takes the place of `path` when the block is through."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: object) -> None:
     """Atomic: another process sees the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict:

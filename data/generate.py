@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from data.memory import rows_that_fit
 from data.progress import progress_bar
 
 if TYPE_CHECKING:
     from models.cache import KVCache
     from models.verifier import Verifier
+
+log = logging.getLogger(__name__)
 
 MIN_CUT = 8  # a row that the deadline stops is kept from this many tokens on
 PREFILL_TOKENS = 2048  # rows x longest prompt of one prefill: prompts of like length share it
@@ -68,6 +72,7 @@ def generate(
     temperature 0 is argmax; above, token n of a request comes from the n-th number of a random stream of its own
     (seed, request id), so neither batch size nor neighbours change it. deadline: `time.monotonic()` at which to stop;
     rows that have at least MIN_CUT tokens then are given as "cut", the others and what was not begun are left out.
+    batch_size: rows at a time at most; fewer where the longest request leaves no memory for more.
     stop_ids: default the verifier's end-of-turn ids. Raises UserError for an empty prompt.
     """
     stop = frozenset(verifier.eos_ids if stop_ids is None else stop_ids)
@@ -75,7 +80,10 @@ def generate(
     if not queue:
         return
     capacity = max(len(row.request.input_ids) + row.limit for row in queue)
-    cache = verifier.new_cache(batch_size, capacity)
+    rows = rows_that_fit(verifier, min(batch_size, len(queue)), capacity)
+    if rows < min(batch_size, len(queue)):
+        log.info(f"{label}: {rows} rows at a time, for sequences of up to {capacity:,} tokens in the free memory")
+    cache = verifier.new_cache(rows, capacity)
     cache.keep_rows([])  # rows come with `place`
     live: list[_Row] = []
     step_seconds, tokens, start = 0.0, 0, time.monotonic()
@@ -86,8 +94,8 @@ def generate(
             left = float("inf") if deadline is None else deadline - began
             if left <= 0 or (not live and left < MIN_CUT * step_seconds):
                 break
-            free = batch_size - len(live)
-            wanted = min(len(queue), max(1, batch_size // 8))
+            free = rows - len(live)
+            wanted = min(len(queue), max(1, rows // 8))
             if queue and (free >= wanted or not live) and left >= MIN_CUT * step_seconds:
                 new = [queue.popleft() for _ in range(min(free, len(queue)))]
                 _admit(verifier, cache, live, new, temperature)

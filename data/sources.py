@@ -18,6 +18,7 @@ from data.documents import Drop
 ROLES = ("system", "user", "assistant")
 # Other trainers' spellings of the same thing.
 ROLE_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", **{role: role for role in ROLES}}
+ID_KEYS = ("id", "question_id", "task_id")  # the latter two are MT-bench's and HumanEval's own
 SHAPES = "conversations, messages, prompt, turns, text, or input_ids with answer_start"
 
 
@@ -28,6 +29,7 @@ class Dialogue:
     messages:  [{"role", "content"}]; may end with a user turn (a prompt that waits for an answer).
     input_ids: ids as they were generated, or None for text; `spans` then are the answers in them.
     text:      text that already carries a chat template's headers, or None.
+    category:  the row's own, or empty; `source` falls back to it.
     """
 
     id: str
@@ -36,6 +38,7 @@ class Dialogue:
     input_ids: list[int] | None = None
     spans: list[tuple[int, int]] | None = None
     text: str | None = None
+    category: str = ""
 
 
 def resolve(paths: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -90,6 +93,20 @@ def read_dialogues(files: Sequence[Path], counts: Counter) -> Iterator[Dialogue]
             raise UserError(f"expected rows with {SHAPES} in {path}, found none: {reasons}")
 
 
+def read_questions(files: Sequence[Path], counts: Counter) -> Iterator[Dialogue]:
+    """The first question of each dialogue: its system messages and first user turn, without answers or ids.
+
+    For asking a verifier what a file of prompts or dialogues asks. Errors and counts as in `read_dialogues`.
+    """
+    for dialogue in read_dialogues(files, counts):
+        users = [index for index, message in enumerate(dialogue.messages) if message["role"] == "user"]
+        if not users:
+            counts["no user turn"] += 1
+            continue
+        opening = [m for m in dialogue.messages[: users[0] + 1] if m["role"] != "assistant"]
+        yield Dialogue(dialogue.id, dialogue.source, opening, category=dialogue.category)
+
+
 def _lines(path: Path, bad: Counter) -> Iterator[str]:
     opener = gzip.open if path.name.endswith(".gz") else open
     try:
@@ -113,26 +130,28 @@ def parse_row(line: str, default_id: str) -> Dialogue:
         raise Drop("malformed JSON") from None
     if not isinstance(row, dict):
         raise Drop("row is not a JSON object")
-    identity = row.get("id")
-    name = str(default_id if identity is None else identity)
-    source = str(row.get("source") or row.get("category") or "")
+    name = str(next((row[key] for key in ID_KEYS if row.get(key) is not None), default_id))
+    category = str(row.get("category") or "")
+    source = str(row.get("source") or category)
     messages = _messages(row)
     if row.get("input_ids") is not None:
-        return Dialogue(name, source, messages, *_generated(row))
+        return Dialogue(name, source, messages, *_generated(row), category=category)
     if messages:
-        return Dialogue(name, source, messages)
+        return Dialogue(name, source, messages, category=category)
     if isinstance(row.get("text"), str) and row["text"].strip():
-        return Dialogue(name, source, [], text=row["text"])
+        return Dialogue(name, source, [], text=row["text"], category=category)
     raise Drop("none of the known keys")
 
 
 def _messages(row: dict) -> list[dict[str, str]]:
-    listed = row.get("conversations", row.get("messages"))
+    listed = next((row[key] for key in ("conversations", "messages") if row.get(key) is not None), None)
     if listed is not None:
         return _checked(listed)
     if "turns" in row:
         if not isinstance(row["turns"], list) or not row["turns"]:
             raise Drop("turns is not a list with something in it")
+        if isinstance(row["turns"][0], dict):
+            return _checked(row["turns"])
         # Answers of a benchmark's turns are the verifier's to give: user turns follow one another.
         return [_message("user", turn) for turn in row["turns"]]
     return [_message("user", row["prompt"])] if "prompt" in row else []

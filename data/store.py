@@ -24,14 +24,15 @@ from data.batches import packed_rows
 from data.documents import Document, content_hash
 from data.files import file_hash, key_of, only_writer, read_json, write_json
 from data.progress import progress_bar
+from models.loading import DTYPES, FILE_DTYPES
 from models.states import VerifierStates, label_rows
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_TOKENS = 16384
+SECONDS_PER_LINE = 30  # between log lines on the way
 FORWARD_TOKENS = 1024  # one packed row of the verifier's forward: attention is quadratic in it
 
 
@@ -68,8 +69,8 @@ class StateStore:
         Shards appear whole or not at all, so a killed run continues where it was. Raises UserError for an unknown
         dtype, or when the disk cannot hold the states (before anything is computed).
         """
-        if dtype not in DTYPES:
-            raise UserError(f"expected data.store_dtype in {sorted(DTYPES)}, found {dtype!r}")
+        if dtype not in FILE_DTYPES:
+            raise UserError(f"expected data.store_dtype in {sorted(FILE_DTYPES)}, found {dtype!r}")
         settings = {
             "format": FORMAT,
             "verifier": verifier.weights_hash,
@@ -132,7 +133,7 @@ class StateStore:
 
 def bytes_needed(verifier: Verifier, documents: Sequence[Document], dtype: str = "float32") -> int:
     """Size of the store on disk, headers aside."""
-    width = DTYPES[dtype].itemsize * verifier.hidden_size
+    width = FILE_DTYPES[dtype].itemsize * verifier.hidden_size
     tokens = sum(len(document.input_ids) for document in documents)
     return tokens * len(verifier.aux_layers) * width + sum(document.labels for document in documents) * (width + 12)
 
@@ -163,7 +164,8 @@ def _write_missing(verifier: Verifier, documents: Sequence[Document], folder: Pa
             f"expected {size / 1e9:.2f} GB of free disk for the verifier's states, found {free / 1e9:.2f} GB at "
             f"{folder}; set EYRIE_CACHE, data.store_dtype=bfloat16, a smaller data.max_tokens, or data.store=false"
         )
-    start, done = time.monotonic(), 0
+    start = said = time.monotonic()
+    done = 0
     with progress_bar() as bar:
         task = bar.add_task("verifier states", total=tokens, rate="")
         for number in missing:
@@ -171,10 +173,12 @@ def _write_missing(verifier: Verifier, documents: Sequence[Document], folder: Pa
             shards[str(number)] = _write_shard(verifier, documents[first:last], folder, number, index["dtype"])
             write_json(folder / "index.json", index)
             count = sum(len(document.input_ids) for document in documents[first:last])
-            rate = (done + count) / (time.monotonic() - start)
-            if not done and len(missing) > 1:
-                log.info(f"states: {rate:,.0f} tokens/s, about {(tokens - count) / rate:.0f} s to go")
-            done += count
+            done, now = done + count, time.monotonic()
+            rate = done / (now - start)
+            if done < tokens and (done == count or now - said >= SECONDS_PER_LINE):
+                said = now
+                left = (tokens - done) / rate
+                log.info(f"states: {done / tokens:.0%}, {rate:,.0f} tokens/s, about {left:.0f} s to go")
             bar.update(task, completed=done, rate=f"{rate:,.0f} tokens/s")
 
 
@@ -187,8 +191,8 @@ def _write_shard(verifier: Verifier, documents: Sequence[Document], folder: Path
     parts: dict[str, list[Tensor]] = {"aux": [], "last": [], "top": [], "lse": []}
     for first, last in _shards(documents, FORWARD_TOKENS):
         states = verifier.states(*(row.to(verifier.device) for row in packed_rows(documents[first:last])))
-        parts["aux"].append(states.aux_BTAD[0].to(DTYPES[dtype]).cpu())
-        parts["last"].append(states.last_PD.to(DTYPES[dtype]).cpu())
+        parts["aux"].append(states.aux_BTAD[0].to(FILE_DTYPES[dtype]).cpu())
+        parts["last"].append(states.last_PD.to(FILE_DTYPES[dtype]).cpu())
         parts["top"].append(states.top_P.cpu())
         parts["lse"].append(states.lse_P.float().cpu())
     path = folder / f"states-{number:05d}.safetensors"

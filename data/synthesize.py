@@ -10,7 +10,6 @@ verifier said.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.errors import UserError
+from data.clock import Clock, Limits
 from data.documents import Drop, describe
 from data.generate import MIN_CUT, Generation, Request, generate
 from data.log import RoundLog
@@ -32,15 +32,6 @@ PROMPT_TOKENS = 64  # of a prompt that the verifier writes; longer ones are drop
 MIN_PROMPT_TOKENS = 4
 PROMPT_SHARE = 0.4  # of the time that is left, at most, for a round's prompts: they are worth nothing unanswered
 EMPTY_ROUNDS = 3  # rounds without one usable prompt after which to give up
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to stop: whichever comes first. max_tokens counts answer tokens; seconds includes earlier runs."""
-
-    max_documents: int | None = None
-    max_tokens: int | None = None
-    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limit
     log = RoundLog(path)
     seen = {row["conversations"][0]["content"] for row in log.rows}
     pending, empty, index = Counter(), 0, log.rounds
-    clock = _Clock(log, limits)
+    clock = Clock(log, limits)
     while not clock.met():
         number = clock.affordable(sampling.round_size)
         prompts = _write_prompts(verifier, sampling, index, number, clock.share(PROMPT_SHARE), seen, pending)
@@ -85,7 +76,7 @@ def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limit
             reasons = describe(pending) or "they were all seen before"
             raise UserError(f"{verifier.name} writes no usable prompts ({reasons}); give prompts with data.path=FILE")
         if rows := clock.fitting(rows):
-            log.append(rows, index, pending, clock.lap())
+            clock.close_round(rows, index, pending)
             pending = Counter()
         index += 1
     log.counts.update(pending)
@@ -101,7 +92,7 @@ def regenerate(
     generated; an answer cut by a limit ends its dialogue. Answers in the file are dropped.
     """
     log, pending = RoundLog(path), Counter()
-    clock = _Clock(log, limits)
+    clock = Clock(log, limits)
     source = iter(dialogues)
     for index in itertools.count():
         chunk = list(itertools.islice(source, sampling.round_size))
@@ -115,63 +106,10 @@ def regenerate(
         named = {str(index * sampling.round_size + n): dialogue for n, dialogue in enumerate(chunk)}
         rows = clock.fitting(_answer(verifier, named, sampling, clock.deadline, pending))
         if rows:
-            log.append(rows, index, pending, clock.lap())
+            clock.close_round(rows, index, pending)
             pending = Counter()
     log.counts.update(pending)
     return log
-
-
-class _Clock:
-    """How far a run has come against its limits."""
-
-    def __init__(self, log: RoundLog, limits: Limits):
-        self.log, self.limits = log, limits
-        self.began, self.last_lap = time.monotonic(), 0.0
-        self.deadline = None if limits.seconds is None else self.began + limits.seconds - log.seconds
-
-    def late(self) -> bool:
-        return self.deadline is not None and time.monotonic() >= self.deadline - 1
-
-    def share(self, part: float) -> float | None:
-        """The time at which `part` of what is left has gone."""
-        now = time.monotonic()
-        return None if self.deadline is None else now + part * (self.deadline - now)
-
-    def affordable(self, round_size: int) -> int:
-        """Prompts for the next round: fewer when the last round took longer than the time that is left."""
-        if self.deadline is None or not self.last_lap:
-            return round_size
-        return min(round_size, max(8, int(round_size * (self.deadline - time.monotonic()) / self.last_lap)))
-
-    def tokens(self) -> int:
-        return sum(_answer_tokens(row) for row in self.log.rows)
-
-    def met(self) -> bool:
-        documents = self.limits.max_documents is not None and len(self.log.rows) >= self.limits.max_documents
-        tokens = self.limits.max_tokens is not None and self.tokens() >= self.limits.max_tokens
-        return documents or tokens or self.late()
-
-    def fitting(self, rows: list[dict]) -> list[dict]:
-        """Rows up to the one that meets max_tokens."""
-        if self.limits.max_tokens is None:
-            return rows
-        total, kept = self.tokens(), []
-        for row in rows:
-            if total >= self.limits.max_tokens:
-                break
-            kept.append(row)
-            total += _answer_tokens(row)
-        return kept
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self.began = self.began, time.monotonic()
-        self.last_lap = self.began - before
-        return self.last_lap
-
-
-def _answer_tokens(row: dict) -> int:
-    return sum(end - start for start, end in row["spans"])
 
 
 def _write_prompts(

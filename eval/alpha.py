@@ -218,12 +218,6 @@ def times_to_dict(times: Times) -> dict:
     }
 
 
-def times_from_dict(times: dict) -> Times:
-    """The inverse of `times_to_dict`."""
-    by_width = {int(width): seconds for width, seconds in times["t_verify"].items()}
-    return Times(times["t_decode"], by_width, times["t_draft_first"], times["t_draft"], times["t_other"])
-
-
 def _predicted(counts: Counts, times: Times | None) -> dict | None:
     """What the measured profile and times promise at each depth up to the one run."""
     profile = list(takewhile(lambda a: a is not None, counts.alpha_by_depth))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -19,7 +21,9 @@ from eval.speculative.loop import Decoded, Round, plain_decode, speculative_deco
 from eval.speculative.processors import Sampling
 from eval.theory import Times
 
+log = logging.getLogger(__name__)
 WIDTHS = (1, 2, 4, 8, 16)  # rows of the verify calls that are timed
+LINE_PROMPTS, LINE_SECONDS = 10, 30  # between two lines of progress where there is no terminal
 TIE = 1e-3  # top two logits closer than this are a numerical tie
 
 
@@ -64,12 +68,24 @@ def run_prompts(
     """Decodes each prompt both ways, taking turns at which goes first, after a warm-up of each."""
     runs: list[PromptRun] = []
     if settings.baseline:
-        _run_one(verifier, drafter, prompts[0], settings, 0, warm_up=True)
+        warm_up = _run_one(verifier, drafter, prompts[0], settings, 0, warm_up=True)
+        if progress:
+            log.info("%s", estimate(warm_up, len(prompts), settings.max_new_tokens))
     with _bar(len(prompts), progress) as update:
         for index, prompt in enumerate(prompts):
             runs.append(_run_one(verifier, drafter, prompt, settings, index))
             update(runs)
     return runs
+
+
+def estimate(warm_up: PromptRun, prompts: int, max_new_tokens: int) -> str:
+    """What lies ahead, from the rates of a first short text."""
+    text = f"evaluating {prompts} prompts of up to {max_new_tokens} new tokens, with drafts and without"
+    halves = [decode_rate([warm_up.speculative]), decode_rate([warm_up.baseline])]
+    if not all(tokens for tokens, _ in halves):
+        return text
+    seconds = prompts * (max_new_tokens - 1) * sum(seconds / tokens for tokens, seconds in halves)
+    return f"{text}: up to about {f'{seconds:.0f} s' if seconds < 100 else f'{seconds / 60:.0f} minutes'}"
 
 
 def _run_one(
@@ -173,18 +189,27 @@ def use_threads(threads: int | None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _bar(total: int, show: bool) -> Iterator[Callable[[list[PromptRun]], None]]:
-    """A bar on standard error: prompts done, tau so far, tokens a second, time left."""
+    """A bar on standard error: prompts done, tau so far, tokens a second, time left.
+
+    Where that is no terminal: a log line every LINE_PROMPTS prompts or LINE_SECONDS.
+    """
     if not show:
         yield lambda runs: None
         return
     with progress_bar() as bar:
         task = bar.add_task("evaluating", total=total, rate="")
+        last_line = (0, time.monotonic())  # prompts done, when
 
         def update(runs: list[PromptRun]) -> None:
+            nonlocal last_line
             tokens, seconds = decode_rate(run.speculative for run in runs)
             tau, speed = pool(run.counts for run in runs).tau, ratio(tokens, seconds)
             note = f"prompts, tau {tau:.3f}, {speed:.1f} tokens/s" if tau and speed else "prompts"
             bar.update(task, completed=len(runs), rate=note)
+            done, now = len(runs), time.monotonic()
+            if bar.disable and (done - last_line[0] >= LINE_PROMPTS or now - last_line[1] >= LINE_SECONDS):
+                log.info("%d of %d %s", done, total, note)
+                last_line = (done, now)
 
         yield update
 

@@ -1,4 +1,4 @@
-"""PNGs of a run: n-alpha by depth, tau and speed-up by N, loss and accuracy over training."""
+"""PNGs of a run: a summary, n-alpha by depth, tau and speed-up by N, loss and accuracy over training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,51 @@ from matplotlib.ticker import MaxNLocator
 from eval.theory import expected_tokens
 
 COLOURS = ("#2a6f97", "#d1495b", "#66a182", "#edae49", "#7b5ea7", "#6c757d", "#00798c", "#a44a3f")
-STYLE = {"linewidth": 2, "marker": "o", "markersize": 5}
+LINE = {"linewidth": 2, "marker": "o", "markersize": 5}
 STAR = {"marker": "*", "markersize": 14, "markeredgecolor": "white"}
+
+
+def plot_summary(runs: dict[str, dict], title: str, path: Path) -> Path | None:
+    """n-alpha by depth beside tau by N: one wide picture, sharp and legible at 900 pixels.
+
+    runs: label -> alpha.json's values. None when no run has a profile.
+    """
+    if not (profiled := _with_profile(runs)):
+        return None
+    figure, axes = _figure(2, size=(9, 3.7), dpi=200)
+    _alpha_panel(axes[0], profiled)
+    _tau_panel(axes[1], profiled)
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    return _save(figure, path)
 
 
 def plot_alpha_by_depth(runs: dict[str, dict], path: Path) -> Path:
     """n-alpha with Wilson intervals, one line a run. runs: label -> alpha.json's values."""
     figure, (axes,) = _figure(1)
+    _alpha_panel(axes, runs)
+    return _save(figure, path)
+
+
+def plot_tau_by_n(runs: dict[str, dict], path: Path) -> Path | None:
+    """Tokens per verify call by depth N from the measured profile, and the speed-up that the times promise.
+
+    None when no run has an accepted-by-depth profile.
+    """
+    if not (profiled := _with_profile(runs)):
+        return None
+    timed = any(values["predicted"] for values in profiled.values())
+    figure, axes = _figure(2 if timed else 1)
+    _tau_panel(axes[0], profiled)
+    if timed:
+        _speedup_panel(axes[1], profiled)
+    return _save(figure, path)
+
+
+def _with_profile(runs: dict[str, dict]) -> dict[str, dict]:
+    return {label: v for label, v in runs.items() if v["alpha_by_depth"] and v["alpha_by_depth"][0] is not None}
+
+
+def _alpha_panel(axes, runs: dict[str, dict]) -> None:
     for colour, (label, values) in zip(_colours(), runs.items(), strict=False):
         points = [
             (k, alpha, interval)
@@ -29,44 +67,40 @@ def plot_alpha_by_depth(runs: dict[str, dict], path: Path) -> Path:
             if alpha is not None
         ]
         depths, alphas = [k for k, _, _ in points], [alpha for _, alpha, _ in points]
-        axes.plot(depths, alphas, color=colour, label=label, **STYLE)
+        axes.plot(depths, alphas, color=colour, label=label, **LINE)
         low, high = [i[0] for *_, i in points], [i[1] for *_, i in points]
         axes.fill_between(depths, low, high, color=colour, alpha=0.18, lw=0)
-    axes.set(xlabel="depth n", ylabel="n-alpha", title="Acceptance given that all before was accepted", ylim=(0, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if len(runs) > 1:
-        axes.legend(frameon=False)
-    return _save(figure, path)
+    axes.set(xlabel="depth n", ylabel="n-alpha", title="P(draft n accepted | all before were)", ylim=(0, 1))
+    _finish_panel(axes, runs)
 
 
-def plot_tau_by_n(runs: dict[str, dict], path: Path) -> Path | None:
-    """Tokens per verify call by depth N from the measured profile, and the speed-up that the times promise.
-
-    None when no run has an accepted-by-depth profile.
-    """
-    runs = {label: v for label, v in runs.items() if v["alpha_by_depth"] and v["alpha_by_depth"][0] is not None}
-    timed = any(values["predicted"] for values in runs.values())
-    if not runs:
-        return None
-    figure, axes = _figure(2 if timed else 1)
+def _tau_panel(axes, runs: dict[str, dict]) -> None:
     for colour, (label, values) in zip(_colours(), runs.items(), strict=False):
         profile = [alpha for alpha in values["alpha_by_depth"] if alpha is not None]
         depths = range(1, len(profile) + 1)
-        axes[0].plot(depths, [expected_tokens(profile[:n]) for n in depths], color=colour, label=label, **STYLE)
-        axes[0].plot([values["depth"]], [values["tau"]], color=colour, **STAR)
+        axes.plot(depths, [expected_tokens(profile[:n]) for n in depths], color=colour, label=label, **LINE)
+        axes.plot([values["depth"]], [values["tau"]], color=colour, **STAR)
+    axes.set(xlabel="drafts per verify call N", ylabel="tau", title="Tokens per verify call (star: measured)")
+    axes.set_ylim(bottom=1)
+    axes.margins(y=0.12)
+    _finish_panel(axes, runs)
+
+
+def _speedup_panel(axes, runs: dict[str, dict]) -> None:
+    for colour, (label, values) in zip(_colours(), runs.items(), strict=False):
         if values["predicted"]:
             by_n = values["predicted"]["speedup_by_n"]
-            axes[1].plot([int(n) for n in by_n], list(by_n.values()), color=colour, label=label, **STYLE)
-            axes[1].plot([values["depth"]], [values["speedup"]], color=colour, **STAR)
-    axes[0].set(xlabel="drafts per verify call N", ylabel="tau", title="Tokens per verify call (star: measured)")
-    if timed:
-        axes[1].axhline(1, color="#999999", lw=1, ls="--")
-        axes[1].set(xlabel="drafts per verify call N", ylabel="speed-up", title="Speed-up predicted (star: measured)")
-    for one in axes:
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.plot([int(n) for n in by_n], list(by_n.values()), color=colour, label=label, **LINE)
+            axes.plot([values["depth"]], [values["speedup"]], color=colour, **STAR)
+    axes.axhline(1, color="#999999", lw=1, ls="--")
+    axes.set(xlabel="drafts per verify call N", ylabel="speed-up", title="Speed-up predicted (star: measured)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _finish_panel(axes, runs: dict[str, dict]) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(runs) > 1:
-        axes[0].legend(frameon=False)
-    return _save(figure, path)
+        axes.legend(frameon=False)
 
 
 def plot_training(metrics: dict[str, list[tuple[float, float]]], path: Path) -> Path | None:
@@ -91,8 +125,9 @@ def plot_training(metrics: dict[str, list[tuple[float, float]]], path: Path) -> 
         one.legend(frameon=False, ncols=2, fontsize=8)
     if tau:
         one = next(axes)
-        one.plot(*zip(*tau, strict=True), color=COLOURS[1], **STYLE)
+        one.plot(*zip(*tau, strict=True), color=COLOURS[1], **LINE)
         one.set(xlabel="optimizer step", ylabel="tau", title="Free-running tau, held-out prompts")
+        one.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     return _save(figure, path)
 
 
@@ -120,9 +155,11 @@ def _colours():
         yield from COLOURS
 
 
-def _figure(panels: int):
-    """A figure with `panels` axes side by side, without pyplot's global state."""
-    figure = Figure(figsize=(1 + 4.6 * panels, 3.6), dpi=130, layout="constrained", facecolor="white")
+def _figure(panels: int, size: tuple[float, float] | None = None, dpi: int = 130):
+    """A figure with `panels` axes side by side, without pyplot's global state. size: inches."""
+    size = size or (1 + 4.6 * panels, 3.6)
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for one in axes:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import conf
 from conf.errors import UserError
+from data.documents import Drop
+from data.sources import parse_row
 from models.chat import render
 
 log = logging.getLogger(__name__)
@@ -29,8 +31,9 @@ class Prompt:
 def load_prompts(verifier, names: str | Sequence[str], limit: int | None = None) -> list[Prompt]:
     """The prompts of each suite in `names`: "humaneval", "eyrie", or a JSONL(.gz) file.
 
-    A file's rows have "turns", "prompt" or "conversations"; the first user turn is asked. `limit` takes that
-    many of each suite, evenly spaced, so that every category of a sorted file is met.
+    A file's rows are those that training reads (data.sources); the first user turn is asked, after the system
+    turn if there is one. `limit` takes that many of each suite, evenly spaced, so that every category of a
+    sorted file is met.
     Raises UserError for an unknown name, an absent wheel, or a file without a usable row.
     """
     names = [names] if isinstance(names, str) else list(names)
@@ -39,8 +42,7 @@ def load_prompts(verifier, names: str | Sequence[str], limit: int | None = None)
     prompts = []
     for name in names:
         for row in spaced(read_suite(name), limit):
-            messages = [{"role": "user", "content": row["text"]}]
-            ids = render(verifier.tokenizer, messages, add_generation_prompt=True)
+            ids = render(verifier.tokenizer, row["messages"], add_generation_prompt=True)
             prompts.append(Prompt(row["id"], row["category"], tuple(ids)))
     return prompts
 
@@ -61,7 +63,7 @@ def spaced(rows: list, limit: int | None) -> list:
 
 
 def read_suite(name: str) -> list[dict]:
-    """Rows {"id", "category", "text"} of a suite."""
+    """Rows {"id", "category", "messages"} of a suite; messages end with the user turn that is asked."""
     if name == "humaneval":
         return _read_rows(_humaneval_file(), "humaneval")
     if name == "eyrie":
@@ -81,35 +83,34 @@ def _humaneval_file() -> Path:
 
 def _read_rows(path: Path, suite: str) -> list[dict]:
     """Bad lines are left out, with a warning; a file with nothing usable is an error that names the first fault."""
-    rows, bad, fault = [], 0, "no rows"
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                text = _first_turn(row)
-            except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
-                bad += 1
-                fault = fault if bad > 1 else f"line {number}: {type(error).__name__} {error}"
-                continue
-            id = next((str(row[key]) for key in ("id", "question_id", "task_id") if key in row), f"{suite}/{number}")
-            rows.append({"id": id, "category": str(row.get("category", suite)), "text": text})
+    rows, faults = [], []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    rows.append(_question(line, suite, number))
+                except Drop as drop:
+                    faults.append(f"line {number}: {drop}")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not rows:
-        raise UserError(f"{path}: expected JSONL rows with turns, prompt or conversations; found none ({fault})")
-    if bad:
-        log.warning("%s: left out %d rows that can't be used (first: %s)", path, bad, fault)
+        fault = faults[0] if faults else "no rows"
+        raise UserError(f"{path}: expected JSONL rows with turns, prompt, messages or conversations; found {fault}")
+    if faults:
+        log.warning("%s: left out %d rows that can't be used (first: %s)", path, len(faults), faults[0])
     return rows
 
 
-def _first_turn(row: dict) -> str:
-    if "turns" in row:
-        turn = row["turns"][0]
-        text = turn if isinstance(turn, str) else turn["content"]
-    elif "prompt" in row:
-        text = row["prompt"]
-    else:
-        text = next(m["content"] for m in row["conversations"] if m["role"] == "user")
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("the first turn is no text")
-    return text
+def _question(line: str, suite: str, number: int) -> dict:
+    """A row up to its first user turn. Raises Drop when it has none."""
+    dialogue = parse_row(line, default_id=f"{suite}/{number}")
+    if not dialogue.messages:
+        raise Drop("no user turn")
+    first = next(i for i, message in enumerate(dialogue.messages) if message["role"] == "user")
+    row = json.loads(line)
+    # Benchmarks number their rows by names of their own.
+    id = next((str(row[key]) for key in ("id", "question_id", "task_id") if row.get(key) is not None), dialogue.id)
+    category = str(row.get("category") or dialogue.source or suite)
+    return {"id": id, "category": category, "messages": dialogue.messages[: first + 1]}

@@ -1,5 +1,6 @@
 """One self-contained page for a run, or for several side by side.
 
+python -m eval.report runs=outputs/a/TIME
 python -m eval.report runs=[outputs/a/TIME,outputs/b/TIME] out=compare.html
 """
 
@@ -8,16 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import os
-import sys
+from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from conf.cli import Outcome, main
 from conf.errors import UserError
-from eval.plots import plot_alpha_by_depth, plot_tau_by_n, plot_training, read_metrics
+from eval.plots import plot_alpha_by_depth, plot_summary, plot_tau_by_n, plot_training, read_metrics
 from eval.tables import category_rows, depth_rows, headline_rows, number
 
 STYLE = """
@@ -63,6 +61,7 @@ def write_plots(folder: Path, run_folder: Path | None = None) -> list[Path]:
     values = read_alpha(folder)
     label = values["head"] or run_folder.name
     made = [
+        plot_summary({label: values}, _title(values, label), folder / "summary.png"),
         plot_alpha_by_depth({label: values}, folder / "alpha_by_depth.png"),
         plot_tau_by_n({label: values}, folder / "tau_by_n.png"),
         plot_training(read_metrics(run_folder / "metrics.csv"), folder / "training.png"),
@@ -70,19 +69,29 @@ def write_plots(folder: Path, run_folder: Path | None = None) -> list[Path]:
     return [path for path in made if path]
 
 
-def write_report(folder: Path, run_folder: Path | None = None) -> Path:
-    """folder/report.html and its PNGs, from folder/alpha.json and the run's metrics.csv and provenance.json.
+def _title(values: dict, label: str) -> str:
+    """Verifier, head and tau, short enough for one line above two panels."""
+    verifier, head = values["verifier"].rstrip("/").split("/")[-1], "/".join(str(label).split("/")[-2:])
+    sampling = "T=0" if values["temperature"] == 0 else f"T={values['temperature']:g}"
+    return f"{verifier}, {head}: tau {number(values['tau'], 2)} at N={values['depth']}, {sampling}"
 
-    run_folder: where training wrote; by default `folder` itself.
+
+def write_report(folder: Path, run_folder: Path | None = None, out: Path | None = None) -> Path:
+    """The page and its PNGs, from folder/alpha.json and the run's metrics.csv and provenance.json.
+
+    run_folder: where training wrote; by default `folder` itself. out: the page, by default folder/report.html;
+    the PNGs lie in `folder` in any case.
     """
     folder, run_folder = Path(folder), Path(run_folder or folder)
     values = read_alpha(folder)
     label = values["head"] or run_folder.name
+    shown_twice = {"alpha_by_depth.png"} | (set() if values["predicted"] else {"tau_by_n.png"})  # in the summary too
+    pictures = [path for path in write_plots(folder, run_folder) if path.name not in shown_twice]
     parts = [
         f"<h1>{escape(str(label))}</h1>",
         f'<p class="soft">draft head for {escape(values["verifier"])}: {escape(_how(values))}</p>',
         _cards(values),
-        *[_picture(path) for path in write_plots(folder, run_folder)],
+        *[_picture(path) for path in pictures],
         "<h2>Numbers</h2>" + _table(("", "", ""), headline_rows(values)),
         "<h2>Acceptance by depth</h2>"
         + _table(("depth", "n-alpha", "95 %", "unconditional", "tested"), depth_rows(values)),
@@ -94,7 +103,7 @@ def write_report(folder: Path, run_folder: Path | None = None) -> Path:
         _provenance(values, run_folder),
         _definitions(values),
     ]
-    return _page(folder / "report.html", str(label), parts)
+    return _page(out or folder / "report.html", str(label), parts)
 
 
 def write_comparison(runs: list[Path], out: Path) -> Path:
@@ -257,26 +266,21 @@ def _page(path: Path, title: str, parts: list[str]) -> Path:
     return path
 
 
-def main(words: list[str]) -> int:
-    """The command: one run gets its own page again, several get a comparison. Returns the exit code."""
-    try:
-        settings = dict(OmegaConf.from_dotlist(words))
-        unknown = sorted(set(settings) - {"runs", "out", "json"})
-        if unknown:
-            raise UserError(f"eval.report has no setting '{unknown[0]}'; it takes runs=[DIR,...] out=FILE json=true")
-        runs = [Path(str(run)) for run in settings.get("runs") or []]
-        if not runs:
-            raise UserError("give the runs to show: python -m eval.report runs=[outputs/NAME/TIME,...] out=FILE")
-        if len(runs) == 1 and "out" not in settings:
-            page = write_report(runs[0])
-        else:
-            page = write_comparison(runs, Path(str(settings.get("out", "comparison.html"))))
-    except (UserError, OmegaConfBaseException, YAMLError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(json.dumps({"path": str(page)}) if settings.get("json") else page)
-    return 0
+def report(cfg) -> Outcome:
+    """cfg: conf.schema.ReportCommandConf. One run gets its own page again, several get a comparison."""
+    runs = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs or [])
+    if not runs:
+        raise UserError("give the runs to show: python -m eval.report runs=[outputs/NAME/TIME,...] out=FILE")
+    runs = [Path(str(run)) for run in runs]
+    out = Path(cfg.out) if cfg.out else None
+    if len(runs) == 1:
+        return Outcome(write_report(runs[0], out=out))
+    return Outcome(write_comparison(runs, out or Path("outputs", f"comparison-{_now()}", "comparison.html")))
+
+
+def _now() -> str:
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main("report")(report)()

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 from conf.errors import UserError
 
 SENTINEL = "zqxsentinelxqz"
-
-
-@dataclass(frozen=True)
-class AnswerStructure:
-    """How an answer ends. suffix_ids: all that the template writes after the content of an answer (for ChatML the
-    end-of-turn token and a newline); end_ids: its leading part that belongs to the answer (the end-of-turn token)."""
-
-    suffix_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
 
 
 def _template(tokenizer) -> str:
@@ -73,8 +63,11 @@ def _first_special(tokenizer, ids: list[int]) -> tuple[int, ...]:
     return tuple(i for i in ids if i in special)[:1]
 
 
-def answer_structure(tokenizer) -> AnswerStructure:
-    """What follows an answer's content, rendered as the last message of a dialogue."""
+def answer_end_ids(tokenizer) -> tuple[int, ...]:
+    """What belongs to an answer after its content, up to the end-of-turn token; empty when the template has none.
+
+    Seen on an answer that is the last message of a dialogue.
+    """
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
     text = render_text(tokenizer, messages)
     _, found, suffix = text.partition(SENTINEL)
@@ -82,7 +75,7 @@ def answer_structure(tokenizer) -> AnswerStructure:
         raise UserError("expected the chat template to write an assistant's text as it is, and it does not")
     ids = encode(tokenizer, suffix)
     end = _first_special(tokenizer, ids)
-    return AnswerStructure(tuple(ids), tuple(ids[: ids.index(end[0]) + 1]) if end else ())
+    return tuple(ids[: ids.index(end[0]) + 1]) if end else ()
 
 
 def end_of_turn_ids(tokenizer, generation_config=None) -> tuple[int, ...]:
@@ -93,7 +86,7 @@ def end_of_turn_ids(tokenizer, generation_config=None) -> tuple[int, ...]:
         if tokenizer.eos_token_id is not None:
             ids.add(tokenizer.eos_token_id)
         if getattr(tokenizer, "chat_template", None):
-            ids.update(answer_structure(tokenizer).end_ids[-1:])
+            ids.update(answer_end_ids(tokenizer)[-1:])
     configured = getattr(generation_config, "eos_token_id", None)
     if configured is not None:
         ids.update([configured] if isinstance(configured, int) else configured)

@@ -41,6 +41,11 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(base, stacks[0], norms[0], lm_head)
 
 
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """What EAGLE-3 captures when nobody names layers, and every engine when a head's files name none."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
     """Ascending distinct layer ids in 0..L-1; the default 2, L//2, L-3 needs L >= 7 (MATH: EAGLE-3)."""
     if aux_layers is None:
@@ -49,7 +54,7 @@ def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> tuple
                 f"expected at least 7 layers for the default captured layers (2, L//2, L-3), found {num_layers}: "
                 "name them yourself, e.g. verifier.aux_layers=[0,1,2]"
             )
-        return (2, num_layers // 2, num_layers - 3)
+        return default_layers(num_layers)
     ids = tuple(int(i) for i in aux_layers)
     if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
         raise UserError(
@@ -144,10 +149,15 @@ def hash_model(model: nn.Module) -> str:
 
 
 def hash_files(files: Sequence[Path]) -> str:
-    """The same over safetensors files, however the tensors are spread over them."""
+    """The same over safetensors files, however the tensors are spread over them; of other formats, over the bytes."""
     from safetensors import safe_open
 
     digest = hashlib.sha256()
+    if any(file.suffix != ".safetensors" for file in files):  # pickles: reading them needs trust, and names no order
+        for file in sorted(files):
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
     where: dict[str, Path] = {}
     for file in files:
         with safe_open(file, "pt") as handle:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +16,21 @@ from conf.errors import UserError
 from models import embedded, packed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+FILE_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16", "float16")}  # of states and exported heads
+# In the order in which transformers looks for them; an index names its files.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 @dataclass(frozen=True)
 class Loaded:
     model: nn.Module
     tokenizer: object
-    weight_files: tuple[Path, ...]  # safetensors, empty when the weights came otherwise
+    weight_files: tuple[Path, ...]  # that transformers read; empty when they are not known
 
 
 def pick_device(device: str) -> torch.device:
@@ -56,7 +68,8 @@ def load_model(source, *, dtype="auto", device="auto", trust_remote_code=False, 
     """
     place = pick_device(device)
     number = pick_dtype(dtype, place)
-    local = embedded.folder() if source == embedded.NAME else Path(source).expanduser()
+    with _bars_on_terminals_only():
+        local = embedded.folder() if source == embedded.NAME else Path(source).expanduser()
     if not local.is_dir():
         if str(source).startswith(("/", "./", "../", "~")) or str(source).count("/") > 1:
             raise UserError(f"expected a folder with a model at {source}, found none: check verifier.source")
@@ -68,11 +81,12 @@ def load_model(source, *, dtype="auto", device="auto", trust_remote_code=False, 
         options["revision"] = revision
     where = str(local or source)
     try:
-        model, tokenizer = _from_pretrained(where, number, options)
+        with _bars_on_terminals_only():
+            model, tokenizer = _from_pretrained(where, number, options)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _explained(source, local, error) from error
+        raise explained(source, local, error) from error
     return Loaded(model.to(place), tokenizer, _weight_files(local, where, options))
 
 
@@ -93,7 +107,23 @@ def _from_pretrained(where: str, dtype: torch.dtype, options: dict) -> tuple[nn.
     return model, AutoTokenizer.from_pretrained(where, **options)
 
 
-def _explained(source: str, local: Path | None, error: Exception) -> UserError:
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """transformers draws its progress bars into log files too; there they are only noise."""
+    from transformers.utils import logging
+
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+
+
+def explained(source: str, local: Path | None, error: Exception) -> UserError:
+    """What transformers' error means for someone who named `source`. local: the folder that it is, None on a hub."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if local is None and isinstance(error, OSError):
         return UserError(
@@ -109,9 +139,16 @@ def _explained(source: str, local: Path | None, error: Exception) -> UserError:
 
 
 def _weight_files(local: Path | None, where: str, options: dict) -> tuple[Path, ...]:
+    """The files that hold the weights, not whatever else lies beside them (Mistral's consolidated.safetensors)."""
     if local is None:
         from transformers.utils import cached_file
 
         config = cached_file(where, "config.json", revision=options.get("revision"), local_files_only=True)
         local = Path(config).parent
-    return tuple(sorted(local.glob("*.safetensors")))
+    for name in WEIGHT_FILES:
+        if (local / name).is_file():
+            if not name.endswith(".json"):
+                return (local / name,)
+            named = json.loads((local / name).read_text())["weight_map"].values()
+            return tuple(sorted({local / file for file in named}))
+    return ()

@@ -111,7 +111,8 @@ def ttt_loss(
 ) -> tuple[Tensor, Tensor, StepCounts]:
     """Sum over counted (anchor, step k) of step_decay^k * soft cross-entropy, and the sum of those weights.
 
-    teacher_PR: the verifier's logits of the draft columns at the label rows, float32.
+    teacher_PR: the verifier's logits of the draft columns at the label rows, float32. Its memory is used up (it
+                is the largest tensor of a step, and a second one would double that): pass a tensor made for this call.
     Returns (loss_sum, weight_sum, counts): divide by the weights of the whole accumulation window and all
     ranks, once, so that padding, splitting and ranks change no gradient. Nothing here waits for the device
     beyond what `unroll` says. Both sums are zero for a batch without label rows.
@@ -124,7 +125,7 @@ def ttt_loss(
     top_KP = head.inverse_V[states.top_P][label_KP]
     weight_KP = decay_K[:, None] * (counted_KP & (top_KP >= 0))
 
-    target_PR = (teacher_PR - states.lse_P.to(teacher_PR.dtype)[:, None]).exp_()
+    target_PR = teacher_PR.sub_(states.lse_P.to(teacher_PR.dtype)[:, None]).exp_()
     hidden_ND = head.norm(torch.cat(list(head.unroll(states, steps))))
     rows = soft_ce(hidden_ND, head.lm_head.weight, target_PR, label_KP.flatten(), weight_KP.flatten())
 

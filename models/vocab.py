@@ -11,6 +11,9 @@ from torch import Tensor
 
 from conf.errors import UserError
 
+# 8192 ids cover 99.24 % of SmolLM2's answer labels (V = 49,152), and a larger LM head would be most of a draft step.
+# Published heads for Llama 3 (V = 128,256) take 32000. 65,536 parts the two kinds, so that verifiers of 32k tokens
+# draft over a quarter of them and not over all.
 DEFAULT_SIZE, DEFAULT_SIZE_LARGE, LARGE = 8192, 32000, 65536
 
 
@@ -77,10 +80,6 @@ class DraftVocab:
         """sha256 over V and the ids (little-endian int64): binds a head's checkpoint to its map."""
         header = self.vocab_size.to_bytes(8, "little")
         return hashlib.sha256(header + self.ids_R.numpy().astype("<i8").tobytes()).hexdigest()
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of draft ids of any shape, on their device."""
-        return self.ids_R.to(draft_ids.device)[draft_ids]
 
     @classmethod
     def from_counts(cls, counts_V: Tensor, size: int) -> DraftVocab:

@@ -2,13 +2,16 @@
 
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conf.errors import UserError
 from data.documents import Document
-from eval.alpha import evaluate, times_from_dict
+from eval.alpha import evaluate
+from eval.command import shown, warn_at_chance
 from eval.counts import Counts, bootstrap_tau, pool, repeated_tokens, wilson
 from eval.measure import EvalSettings, lookup_counts
 from eval.prompts import Prompt, document_prompts, load_prompts, read_suite, spaced
@@ -140,7 +143,6 @@ def test_report_has_every_agreed_key_and_is_strict_json(verifier, head, tmp_path
         assert sum(row[name] for row in values["prompts"]) == values[name]
     assert list(values["by_category"]) == ["chat", "code"]
     assert {"1", "4", "16"} <= set(values["times"]["t_verify"])
-    assert times_from_dict(values["times"]).verify(4) == values["times"]["t_verify"]["4"]
     assert math.isclose(values["cost_ratio"], values["times"]["t_draft"] / values["times"]["t_verify"]["4"])
     assert set(values["definitions"]) >= {"tau", "alpha", "alpha_by_depth", "identical_to_baseline"}
     text = "".join(piece for accepted, own in values["samples"][0]["rounds"] for piece in [*accepted, own])
@@ -158,6 +160,41 @@ def test_sampled_runs_report_no_identity(verifier, head):
     settings = EvalSettings(depth=2, max_new_tokens=8, sampling=Sampling(1.0, top_p=0.9))
     report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings, progress=False)
     assert report.identical_to_baseline is None and report.speedup > 0 and report.temperature == 1.0
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(verifier, head, monkeypatch, caplog):
+    import eval.measure as measure
+
+    monkeypatch.setattr(measure, "LINE_PROMPTS", 2)
+    caplog.set_level("INFO", "eval")
+    settings = EvalSettings(depth=2, max_new_tokens=8)
+    evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings)
+    first, second = caplog.messages
+    assert first.startswith("evaluating 3 prompts of up to 8 new tokens") and "up to about" in first
+    assert second.startswith("2 of 3 prompts, tau ")
+
+
+@pytest.mark.parametrize("accepted, tested, warned", [(1, 100, True), (2, 100, False), (0, 99, False)])
+def test_a_head_at_chance_is_named_with_what_to_check(verifier, head, caplog, accepted, tested, warned):
+    counts = SimpleNamespace(tested_by_depth=[tested, 0], accepted_by_depth=[accepted, 0])
+    warn_at_chance(counts, verifier, head)
+    assert len(caplog.messages) == warned
+    if warned:
+        for part in (str(list(verifier.aux_layers)), head.vocab.hash[:12], "tiny-llama"):
+            assert part in caplog.text
+
+
+def test_a_random_head_is_at_chance(verifier, head, caplog):
+    settings = EvalSettings(depth=1, max_new_tokens=80, baseline=False)
+    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings, progress=False)
+    warn_at_chance(report, verifier, head)
+    assert report.tested_by_depth[0] >= 100 and "no better than chance" in caplog.text
+
+
+def test_runs_are_named_from_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shown(tmp_path / "outputs" / "a") == shown(Path("outputs/a")) == "outputs/a"
+    assert shown(Path("/elsewhere/a")) == "/elsewhere/a" and shown(Path("../b")) == "../b"
 
 
 def test_a_wrong_text_is_a_difference_and_a_tie_is_not(verifier, head, monkeypatch):
@@ -201,7 +238,8 @@ def test_senseless_settings_are_the_users_error(values):
 
 def test_the_projects_own_prompts():
     rows = read_suite("eyrie")
-    assert len(rows) >= 40 and len({row["id"] for row in rows}) == len({row["text"] for row in rows}) == len(rows)
+    texts = {row["messages"][0]["content"] for row in rows}
+    assert len(rows) >= 40 and len({row["id"] for row in rows}) == len(texts) == len(rows)
     assert len({row["category"] for row in rows}) >= 9
 
 
@@ -219,10 +257,15 @@ def test_rows_of_every_kind_and_bad_ones(tmp_path, verifier, caplog):
         '{"prompt": "asked"}\n'
         '{"conversations": [{"role": "system", "content": "s"}, {"role": "user", "content": "said"}]}\n'
         '{"turns": []}\n'
+        '{"id": 7, "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n'
     )
-    assert [(r["id"], r["category"], r["text"]) for r in read_suite(str(file))] == [
-        ("81", "x", "first"), ("mine/4", "mine", "asked"), ("mine/5", "mine", "said"),
+    rows = read_suite(str(file))
+    assert [(r["id"], r["category"], [m["content"] for m in r["messages"]]) for r in rows] == [
+        ("81", "x", ["first"]), ("mine/4", "mine", ["asked"]), ("mine/5", "mine", ["s", "said"]),
+        ("7", "mine", ["one"]),
     ]  # fmt: skip
+    text = verifier.tokenizer.decode(list(load_prompts(verifier, str(file))[2].input_ids))
+    assert "system\ns<|im_end|>" in text and text.endswith("said<|im_end|>\n<|im_start|>assistant\n")
     assert "left out 2 rows" in caplog.text
     file.write_text('{"text": 1}\n')
     with pytest.raises(UserError, match="line 1"):

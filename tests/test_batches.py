@@ -67,9 +67,6 @@ def test_resume_is_exact_across_epochs(taken):
     second = PackedLoader(source, 1024, seed=4)
     second.load_state_dict(state)
     assert list(islice(second, 60 - taken)) == whole[taken:]
-    third = PackedLoader(source, 1024, seed=4)
-    third.seek(taken)
-    assert third.state_dict() == state
     assert len({state["epoch"] for state in [state, second.state_dict()]}) == 2 or taken == 40
 
 

@@ -29,19 +29,17 @@ def test_render_is_the_template_with_special_tokens_parsed():
 
 
 @pytest.mark.parametrize(
-    ("template", "header", "suffix", "end"),
+    ("template", "header", "end"),
     [
-        (CHATML, "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n", (2,)),
-        (LLAMA_LIKE, "<|im_start|>user\n\n", "<|endoftext|>", (0,)),
-        (NO_END, "user: ", "\n", ()),
+        (CHATML, "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n", (2,)),
+        (LLAMA_LIKE, "<|im_start|>user\n\n", (0,)),
+        (NO_END, "user: ", ()),
     ],
 )
-def test_structure_of_templates(template, header, suffix, end):
+def test_structure_of_templates(template, header, end):
     tokenizer = tiny_tokenizer(template=template)
     assert tokenizer.decode(chat.user_header_ids(tokenizer)) == header
-    structure = chat.answer_structure(tokenizer)
-    assert tokenizer.decode(structure.suffix_ids) == suffix and structure.end_ids == end
-    assert chat.user_end_ids(tokenizer) == end
+    assert chat.answer_end_ids(tokenizer) == chat.user_end_ids(tokenizer) == end
     assert chat.end_of_turn_ids(tokenizer) == tuple(sorted({2, *end}))  # with the tokenizer's own end of text
 
 
@@ -63,7 +61,7 @@ def test_without_a_template_or_against_it():
     with pytest.raises(UserError, match="as it is"):
         chat.user_header_ids(mute)
     with pytest.raises(UserError, match="as it is"):
-        chat.answer_structure(mute)
+        chat.answer_end_ids(mute)
 
 
 def test_hashes_see_the_vocabulary_and_the_template():

@@ -103,6 +103,23 @@ def test_under_hydra(monkeypatch, capsys, tmp_path):
         call(monkeypatch, capsys, "train", [], lambda cfg: 1 / 0, multirun=True)
 
 
+def test_hydras_own_flags_pass_through(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["budget=demo", "--cfg", "job"]
+    code, out, _, seen = call(monkeypatch, capsys, "train", words, multirun=True, resolve=lambda words: 1 / 0)
+    assert code == 0 and seen == [] and "budget_name: demo" in out
+
+
+def test_data_has_limits_without_a_budget(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, _, seen = call(monkeypatch, capsys, "data", ["task=synthesize"])
+    assert code == 0 and seen[0].budget_name == "hour" and seen[0].data.minutes
+    _, _, _, seen = call(monkeypatch, capsys, "data", ["task=synthesize", "data.max_documents=9"])
+    assert seen[0].budget_name is None and seen[0].data.minutes is None
+    code, _, err, seen = call(monkeypatch, capsys, "data", ["task=inspect", "budegt=demo"])
+    assert code == 2 and len(err) == 1 and "did you mean" in err[0]
+
+
 @pytest.mark.parametrize("command", ["train", "theory"])
 def test_help_lists_groups_and_settings(monkeypatch, capsys, command):
     code, out, _, seen = call(monkeypatch, capsys, command, ["--help"], multirun=command == "train")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conf import schema
-from conf.cli import CONF, choices, load
+from conf.cli import CONF, choices, load, with_budget
 from conf.errors import UserError
 from conf.explain import groups, options, settings
 from train.resolve import with_defaults
@@ -73,6 +73,13 @@ def test_every_setting_has_a_default_or_asks():
             assert is_dataclass(value) or plain(value), name
 
 
+def test_budgets_with_a_clock_have_room_for_each_part():
+    for name in ("demo", "hour"):
+        cfg = load("train", [f"budget={name}"])
+        assert cfg.evaluation.minutes and cfg.data.minutes + cfg.evaluation.minutes < cfg.minutes
+        assert cfg.trainer.minutes < cfg.minutes  # the cap holds when the data was there already
+
+
 def test_budget_is_chosen_when_none_is_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert with_defaults(["seed=1"]) == ["seed=1", "budget=hour"]
@@ -81,5 +88,8 @@ def test_budget_is_chosen_when_none_is_named(monkeypatch):
     assert choices("train", ["experiment=debug"])["budget"] == "tiny"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert with_defaults([]) == ["budget=full"]
+    assert with_budget("data", ["task=synthesize"]) == ["task=synthesize", "budget=full"]
+    assert with_budget("data", ["data.minutes=5"]) == ["data.minutes=5"]
+    assert with_budget("data", ["budget=demo"]) == ["budget=demo"]
     with pytest.raises(UserError, match="to resume"):
         with_defaults(["resume=/nowhere"])

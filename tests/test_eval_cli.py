@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from conf.cli import main
-from eval.command import evaluate_run
+from eval.command import evaluate_run, load_verifier
 from eval.theory import run as theory
-from models.export.native import StoredHead, save_head
+from models.export.native import StoredHead, read_head, save_head
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.verifier import Verifier
 from models.vocab import DraftVocab
@@ -89,6 +89,26 @@ def test_a_verifier_that_changed_is_refused_with_both_hashes(run, tmp_path, comm
     other = Verifier.load(str(tmp_path / "other"), dtype="float32", device="cpu").weights_hash[:12]
     assert code == 2 and len(err.splitlines()) == 1
     assert card["verifier"]["weights_hash"][:12] in err and other in err
+
+
+def test_the_verifier_is_loaded_as_the_run_says_unless_told_otherwise(run, tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(Verifier, "load", lambda **options: seen.update(options))
+    copy = shutil.copytree(run, tmp_path / "run")
+    load_verifier(copy, read_head(copy), "float32")
+    assert seen == {
+        "source": f"{run}/verifier", "device": "auto", "revision": None, "trust_remote_code": False,
+        "dtype": "float32", "aux_layers": read_head(copy).config.aux_layers,
+    }  # fmt: skip
+    (copy / "config.yaml").write_text(
+        "verifier: {source: org/model, device: cpu, revision: abc, trust_remote_code: true, dtype: auto}\n"
+    )
+    load_verifier(copy, read_head(copy), "float32", {"device": "cuda:1", "revision": None})
+    assert (seen["source"], seen["device"], seen["revision"], seen["trust_remote_code"]) == (
+        "org/model", "cuda:1", "abc", True,
+    )  # fmt: skip
+    load_verifier(copy, read_head(copy), "float32", {"source": "other/model"})
+    assert (seen["source"], seen["revision"], seen["trust_remote_code"]) == ("other/model", None, False)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,60 @@ def test_reading_refuses(verifier, tmp_path, change, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("switch", ["norm_before_residual", "norm_before_fc"])
+def test_another_computation_is_refused(verifier, tmp_path, switch):
+    safeai.write(StoredHead.of(make_head(verifier), verifier), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {switch: True}))
+    with pytest.raises(UserError, match=f"expected {switch} false, found True"):
+        safeai.read(tmp_path)
+
+
+def test_a_shipped_embedding_must_be_the_verifiers(verifier, tmp_path, caplog):
+    own = verifier.embedding_VD
+    stored = StoredHead.of(make_head(verifier), verifier)
+    for dtype in (torch.float32, torch.bfloat16):
+        safeai.write(stored, tmp_path, dtype, own)
+        safeai.read(tmp_path, embedding_VD=own)
+    with caplog.at_level("INFO", logger="models.export.safeai"):
+        safeai.read(tmp_path)
+    assert "was not compared" in caplog.text
+    safeai.write(stored, tmp_path, embedding_VD=own + 1e-3 * (torch.arange(300) == 299)[:, None])
+    with pytest.raises(UserError, match="ships an embedding of its own"):
+        safeai.read(tmp_path, embedding_VD=own)
+    with pytest.raises(UserError, match="embedding of shape"):
+        safeai.read(tmp_path, embedding_VD=own[:-1])
+
+
+def test_damage_is_one_line(verifier, tmp_path):
+    stored = StoredHead.of(make_head(verifier), verifier)
+    native, foreign = save_head(tmp_path / "n", stored), safeai.write(stored, tmp_path / "f")
+    for folder, read in ((native, read_head), (foreign, safeai.read)):
+        whole = (folder / "config.json").read_text()
+        damages = ((whole[:50], "is damaged"), ("[]", "expected a JSON object"), ("{}", "found None|not name"))
+        for text, message in damages:
+            (folder / "config.json").write_text(text)
+            with pytest.raises(UserError, match=message) as caught:
+                read(folder)
+            assert "\n" not in str(caught.value)
+        (folder / "config.json").write_text(whole)
+    (foreign / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="is damaged"):
+        safeai.read(foreign)
+    values = json.loads((native / "config.json").read_text())
+    for key in ("vocab_hash", "verifier", "config"):
+        (native / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k != key}))
+        with pytest.raises(UserError, match=f"missing {key}"):
+            read_head(native)
+    (native / "config.json").write_text(json.dumps(values | {"verifier": {"name": "x"}}))
+    with pytest.raises(UserError, match="does not describe its verifier"):
+        read_head(native)
+    (native / "config.json").write_text(json.dumps(values))
+    save_file(stored.tensors, native / "head.safetensors")
+    with pytest.raises(UserError, match="missing d2t"):
+        read_head(native)
+
+
 def test_writing_refuses_an_incomplete_head(verifier, tmp_path):
     stored = StoredHead.of(make_head(verifier), verifier)
     stored.tensors.pop("norm.weight")

@@ -18,6 +18,7 @@ from tiny_writer import tiny_writer
 from conf.errors import UserError
 from data.generate import MIN_CUT, Request, choose, generate
 from data.log import CLOSES, RoundLog
+from data.memory import SHARE, slot_bytes
 from data.sources import Dialogue, parse_row
 from data.synthesize import Limits, Sampling, regenerate, synthesize
 from data.tokens import prompt_ids, to_document
@@ -100,6 +101,24 @@ def test_finished_rows_leave_the_batch(verifier, monkeypatch):
     steps = [batch for batch, tokens in sizes if tokens == 1]
     assert sum(steps) == sum(row.max_new_tokens - 1 for row in rows), "no slot computes for a row that has left"
     assert sizes[0] == (1, 2), "equal prompts are computed once"
+
+
+def test_a_long_prompt_costs_rows_and_not_memory(verifier, monkeypatch):
+    rows = requests()
+    wanted = outputs(verifier, rows, batch_size=8)
+    made, new_cache = [], type(verifier).new_cache
+    monkeypatch.setattr(type(verifier), "new_cache", lambda self, *size: made.append(size) or new_cache(self, *size))
+    longest = max(len(row.input_ids) + min(10, row.max_new_tokens) for row in rows)
+    for fitting in (0, 1, 3):
+        budget = int((fitting + 0.5) * longest * slot_bytes(verifier) / SHARE)
+        monkeypatch.setattr("data.memory.free_bytes", lambda _, budget=budget: budget)
+        made.clear()
+        assert outputs(verifier, rows, batch_size=8) == wanted
+        assert made[0] == (max(1, fitting), longest)
+    cache = new_cache(verifier, 1, 5)
+    verifier.decode(cache, torch.ones(1, 1, dtype=torch.int64))
+    stored = sum(t.nbytes for t in (*cache.keys, *cache.values))
+    assert stored == slot_bytes(verifier) * 6, "one spare slot"
 
 
 def test_inverse_cdf_is_exact_at_its_edges():
@@ -189,6 +208,14 @@ def test_synthesis_stops_at_tokens_and_at_time(verifier, tmp_path):
     assert time.monotonic() - began < 2 and len(again.rows) == len(log.rows), "time of earlier runs counts"
     with pytest.raises(UserError, match="expected a bound"):
         synthesize(verifier, tmp_path / "c.jsonl", SMALL, Limits())
+
+
+def test_each_round_is_logged(verifier, tmp_path, caplog):
+    with caplog.at_level("INFO", logger="data.clock"):
+        synthesize(verifier, tmp_path / "d.jsonl", SMALL, Limits(max_documents=10))
+    lines = [record.message for record in caplog.records]
+    assert len(lines) > 1 and lines[-1].startswith("dialogues: 10, ") and lines[-1].endswith("100% of the limit")
+    assert all("answer tokens, " in line and "tokens/s" in line for line in lines)
 
 
 def test_a_verifier_that_never_ends_a_prompt(tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_supervised_set_stays_inside_spans_documents_and_rows():
 def test_loss_gradient_and_counts_equal_the_plain_reference(decay):
     head, states = make_head(), make_states([["ppABCuuDEFGu", "pABCDE"], ["pppABCDEFG", "--------"]])
     teacher_PR = teacher(states)
-    loss_sum, weight_sum, counts = ttt_loss(head, states, teacher_PR, 4, decay)
+    loss_sum, weight_sum, counts = ttt_loss(head, states, teacher_PR.clone(), 4, decay)
     ours = gradients(head, loss_sum)
     expected, weight, rows = reference(head, states, teacher_PR, 4, decay)
     torch.testing.assert_close(loss_sum, expected, rtol=1e-10, atol=1e-12)
@@ -120,7 +120,7 @@ def test_teacher_argmax_outside_the_draft_vocabulary_is_a_miss_without_loss():
     head, states = make_head(), make_states([["ppABCDEF"]])
     outside = int((~head.vocab.t2d).nonzero()[0])
     with torch.no_grad():
-        best = [head.vocab.to_target(head.logits(out).argmax(-1)) for out in head.unroll(states, 1)][0]
+        best = [head.vocab.ids_R[head.logits(out).argmax(-1)] for out in head.unroll(states, 1)][0]
     all_known = replace(states, top_P=best)
     _, weight, counts = ttt_loss(head, all_known, teacher(states), 1)
     assert counts.correct_K[0] == counts.total_K[0] == weight == 5
@@ -138,7 +138,7 @@ def test_mass_outside_the_draft_vocabulary_is_lost_to_the_overlap():
     head, states = make_head(), make_states([["ppABCD"]])
     teacher_PR = teacher(states)
     lse = teacher_PR.logsumexp(-1)
-    inside = ttt_loss(head, replace(states, lse_P=lse), teacher_PR, 1)
+    inside = ttt_loss(head, replace(states, lse_P=lse), teacher_PR.clone(), 1)
     half = ttt_loss(head, replace(states, lse_P=lse + 2 * torch.log(torch.tensor(2.0))), teacher_PR, 1)
     assert torch.allclose(inside[0], half[0], rtol=1e-12)  # the loss normalises over the draft columns
     assert half[2].overlap_K[0] < 0.26 * half[2].total_K[0] < inside[2].overlap_K[0]
@@ -148,7 +148,7 @@ def test_garbage_past_the_end_and_in_the_gaps_changes_nothing():
     """EAGLE #317: no row is trained against what follows the end, whatever stands there."""
     head, states = make_head(), make_states([["ppABCD", "-----"], ["pABCDEFGHu", "-"]])
     teacher_PR = teacher(states)
-    before = ttt_loss(head, states, teacher_PR, 5)
+    before = ttt_loss(head, states, teacher_PR.clone(), 5)
     grads = gradients(head, before[0])
     ids, aux = states.input_ids_BT.clone(), states.aux_BTAD.clone()
     unread = states.document_BT < 0

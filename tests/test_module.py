@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from conf.errors import UserError
 from conf.schema import OptimConf, TrainerConf
@@ -18,9 +19,9 @@ from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.losses import ttt_loss
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
-from train.callbacks import Bar, KeepLast, Validate, free_running, graceful, summary
-from train.fit import MetricsFile, fit
-from train.module import HeadModule, StepSettings
+from train.callbacks import Bar, KeepLast, Validate, free_running, graceful, summary, time_left
+from train.fit import MetricsFile, fit, strategy
+from train.module import HeadModule, StepSettings, check_same
 from train.schedule import Limits
 
 CPU = TrainerConf(accelerator="cpu", devices=1, precision="32-true")
@@ -133,6 +134,16 @@ def test_validation_leaves_the_head_training_and_changes_nothing(verifier, tmp_p
     assert watched.head.training
 
 
+def test_tau_stays_in_sight_after_later_steps(verifier):
+    settings = EvalSettings(depth=2, max_new_tokens=6, baseline=False)
+    module, seen = make(verifier, 3, log_every=1), []
+    check = Validate(document_prompts(documents(1)), settings, every=1)
+    module.on_train_batch_end = lambda *_: (seen.append(module.metrics.get("val/tau")), setattr(check, "every", 0))
+    fit(module, CPU, [check])
+    assert None not in seen and len(set(seen)) == 1  # measured after step 1, shown at all three
+    assert "tau" in summary(module.metrics) and module.metrics["train/tokens"] > 0
+
+
 def test_bar_shows_loss_accuracy_tau_and_rate(verifier, monkeypatch, capsys):
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
     module = make(verifier, 4)
@@ -142,6 +153,7 @@ def test_bar_shows_loss_accuracy_tau_and_rate(verifier, monkeypatch, capsys):
     assert "100%" in text and "step 4 loss" in text and "tau 1.25" in text
     assert summary({"val/tau": 1.25}) == "tau 1.25"
     metrics = {"train/loss": 2.5, "train/accuracy_0": 0.5, "train/accuracy_1": 0.25, "train/tokens_per_second": 1234.0}
+    assert time_left(0.25, 42.0) == ", 2:06 left" and time_left(0.0, 1.0) == ""
     assert summary(metrics | {"val/tau": 1.25}) == "loss 2.500, acc 0.50 0.25, tau 1.25, 1,234 tokens/s"
 
 
@@ -173,6 +185,40 @@ def test_a_signal_ends_the_run_after_the_step(verifier, tmp_path):
         fit(module, CPU, [KeepLast(tmp_path, 0)])
     assert module.stop_wanted and module.global_step == 3
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
+def test_a_bar_without_a_terminal_says_a_line_now_and_then(verifier, caplog):
+    caplog.set_level("INFO")
+    bar = Bar()
+    bar.EVERY = 0.0
+    module = make(verifier, 4)
+    module.metrics["val/tau"] = 1.25
+    fit(module, CPU, [bar])
+    line = [text for text in caplog.messages if "training" in text][1]
+    for part in ("training 50%: step 2 loss ", "acc 0.", "tau 1.25", " tokens/s, 0:0", " left"):
+        assert part in line
+
+
+def test_several_devices_are_ddp_without_buffers():
+    for conf in (TrainerConf(devices=2), TrainerConf(devices=[0, 1]), TrainerConf(num_nodes=2)):
+        assert isinstance(strategy(conf), DDPStrategy) and not strategy(conf)._ddp_kwargs["broadcast_buffers"]
+    assert strategy(TrainerConf()) == strategy(TrainerConf(devices="auto", accelerator="cpu")) == "auto"
+    assert strategy(TrainerConf(devices=2, strategy="fsdp")) == "fsdp"
+
+
+def test_ranks_with_other_data_or_vocabulary_are_named():
+    check_same([[10, 7], [10, 7]])
+    with pytest.raises(UserError, match="same training documents.*rank 0 a, rank 1 b"):
+        check_same([[10, 7], [11, 7]])
+    with pytest.raises(UserError, match="same draft vocabulary.*EYRIE_CACHE"):
+        check_same([[10, 7], [10, 8]])
+
+
+def test_a_checkpoint_of_another_verifier_is_refused(verifier, tmp_path):
+    fit(make(verifier, 1), CPU, [KeepLast(tmp_path, 1)])
+    other = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=1)
+    with pytest.raises(UserError, match=f"{verifier.weights_hash[:12]}.*{other.weights_hash[:12]}"):
+        fit(make(other, 2), CPU, [], checkpoint=tmp_path / "last.ckpt")
 
 
 def test_ranks_must_agree_with_lightning(verifier):

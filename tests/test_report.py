@@ -1,14 +1,16 @@
 """Plots and the page: made from a run folder's files alone, self-contained, whole."""
 
 import json
+import sys
 
 import pytest
 
+from conf.cli import main
 from conf.errors import UserError
 from eval.alpha import DEFINITIONS, times_to_dict
 from eval.counts import wilson
 from eval.plots import read_metrics
-from eval.report import main, read_alpha, write_comparison, write_report
+from eval.report import read_alpha, report, write_comparison, write_report
 from eval.theory import Times, measured_outlook
 
 HITS, TESTED = [300, 180, 95], [500, 300, 180]
@@ -67,9 +69,9 @@ def test_metrics_skip_empty_and_unreadable_cells(tmp_path):
 def test_the_page_is_one_file_with_everything(tmp_path):
     folder = run_folder(tmp_path / "run", METRICS)
     page = write_report(folder).read_text()
-    for name in ("alpha_by_depth.png", "tau_by_n.png", "training.png"):
+    for name in ("summary.png", "alpha_by_depth.png", "tau_by_n.png", "training.png"):
         assert (folder / name).stat().st_size > 5000
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 3 and page.index('alt="summary"') < page.index('alt="tau_by_n"')
     assert "http://" not in page and "https://" not in page and "<link" not in page and "<script" not in page
     assert "Say &lt;b&gt;hi&lt;/b&gt;" in page and '<i class="b"> there</i><i class="b">,</i> my' in page
     assert "2.15" in page and "versions.torch" in page and DEFINITIONS["tau"][:30] in page and "2.00e-05" in page
@@ -81,7 +83,7 @@ def test_the_page_of_an_evaluation_without_times_or_training(tmp_path):
         baseline_tokens_per_second=None, identical_to_baseline=None, ties=[], samples=[],
     )  # fmt: skip
     page = write_report(folder).read_text()
-    assert page.count("data:image/png;base64,") == 2 and "None" not in page
+    assert page.count("data:image/png;base64,") == 1 and "None" not in page
 
 
 def test_comparison_of_runs(tmp_path):
@@ -106,12 +108,28 @@ def test_a_folder_without_numbers_is_the_users_error(tmp_path):
         write_report(tmp_path)
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["report", *words])
+        code = 0
+        try:
+            main("report")(report)()
+        except SystemExit as end:
+            code = end.code
+        out = capsys.readouterr()
+        return code, out.out.strip(), out.err.strip()
+
     a, b = run_folder(tmp_path / "a"), run_folder(tmp_path / "b")
-    assert main([f"runs=[{a},{b}]", f"out={tmp_path}/c.html"]) == 0
-    assert capsys.readouterr().out.strip() == f"{tmp_path}/c.html"
-    assert main([f"runs=[{a}]", "json=true"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"path": f"{a}/report.html"}
+    monkeypatch.chdir(tmp_path)
+    assert call(f"runs=[{a},{b}]", f"out={tmp_path}/c.html")[:2] == (0, f"{tmp_path}/c.html")
+    assert json.loads(call(f"runs={a}", "json=true")[1]) == {"path": f"{a}/report.html"}
+    assert call(f"runs={a}", "out=pages/one.html")[1] == "pages/one.html"
+    assert (tmp_path / "pages" / "one.html").is_file()
+    before = set(tmp_path.iterdir())
+    page = call("runs=[a,b]")[1]
+    assert page.startswith("outputs/comparison-") and page.endswith("/comparison.html")
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "outputs"}
+    assert "runs" in call("--help")[1]
     for mistake in (["rnus=[x]"], [], [f"runs=[{tmp_path}]"], ["runs=[a"]):
-        assert main(mistake) == 2
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+        code, _, err = call(*mistake)
+        assert code == 2 and len(err.splitlines()) == 1

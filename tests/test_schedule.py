@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.schedule import Limits, lr_scale
+from train.schedule import Limits, lr_scale, training_minutes
 
 
 def test_progress_is_the_larger_share():
@@ -15,6 +15,16 @@ def test_progress_is_the_larger_share():
     assert not both.reached(99, 59.0) and both.reached(100, 0.0) and both.reached(0, 60.0)
     with pytest.raises(AssertionError):
         Limits()
+
+
+def test_training_takes_what_the_job_leaves():
+    assert training_minutes(6, 11, 5.0, 2) == pytest.approx(4)
+    assert training_minutes(6, 11, 1.0, 2) == 6  # the data was there already
+    assert training_minutes(None, 11, 1.0, 2) == pytest.approx(8)
+    assert training_minutes(6, 11, 20.0, 2) == pytest.approx(1.1)  # late, yet something is learnt
+    assert training_minutes(0.5, 11, 20.0, 2) == 0.5
+    assert training_minutes(6, None, 20.0, 2) == 6
+    assert training_minutes(None, None, 20.0, 2) is None
 
 
 def test_warm_up_then_cosine():

@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import UserError
 from data.documents import Document, Drop, clip, split
-from data.sources import files_hash, parse_row, read_dialogues, resolve
+from data.sources import files_hash, parse_row, read_dialogues, read_questions, resolve
 
 
 def dialogues(path, counts=None):
@@ -38,6 +38,28 @@ def test_shapes(row, roles):
     dialogue = parse_row(json.dumps(row), "file:1")
     assert [message["role"] for message in dialogue.messages] == roles.split()
     assert dialogue.id == "file:1" and dialogue.source == row.get("category", "")
+
+
+def test_first_questions_of_every_shape(tmp_path):
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "q"}
+    more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+    rows = [
+        {"id": "m1", "category": "writing", "turns": ["q", "r"], "source": "bench"},
+        {"question_id": 81, "turns": [{"role": "user", "content": "q"}, *more]},
+        {"task_id": "HumanEval/0", "prompt": "q"},
+        {"messages": [system, user, *more], "conversations": None},
+        {"conversations": [user, *more]},
+        {"conversations": [system]},
+        {"input_ids": [1, 2], "answer_start": 1, "prompt": "q"},
+        {"text": "<|im_start|>user"},
+    ]
+    counts = Counter()
+    found = list(read_questions([write(tmp_path / "b.jsonl", *rows)], counts))
+    assert [d.id for d in found] == ["m1", "81", "HumanEval/0", "b:4", "b:5", "b:7"]
+    assert [len(d.messages) for d in found] == [1, 1, 1, 2, 1, 1] and all(d.messages[-1] == user for d in found)
+    assert (found[0].category, found[0].source, found[1].category) == ("writing", "bench", "")
+    assert all(d.input_ids is None for d in found)
+    assert counts == {"no user turn": 1, "conversation does not begin with a user turn": 1}
 
 
 def test_generated_rows_keep_their_ids():

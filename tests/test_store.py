@@ -53,6 +53,21 @@ def test_stored_states_equal_online_ones(verifier, store):
         assert_same(store.states(indices), online.states(indices))
 
 
+def test_a_packed_row_is_its_documents_one_by_one(verifier, store):
+    """speculators #279: nothing leaks from one document of a row into the next, and none is shifted."""
+    together, alone = store.states([3, 7]), [store.states([index]) for index in (3, 7)]
+    for name in ("input_ids_BT", "position_BT", "aux_BTAD"):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(s, name) for s in alone], 1)), name
+    for name in ("last_PD", "top_P", "lse_P"):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(s, name) for s in alone])), name
+    length = alone[0].input_ids_BT.shape[1]
+    rows = torch.cat([alone[0].last_index_P, alone[1].last_index_P + length])
+    assert torch.equal(together.last_index_P, rows)
+    assert together.document_BT.tolist() == [[0] * length + [1] * alone[1].input_ids_BT.shape[1]]
+    for index, states in zip((3, 7), alone, strict=True):  # nor when they were captured
+        assert_same(states, OnlineStates(verifier, documents()).states([index]))
+
+
 def test_losses_from_the_store_equal_online_ones(verifier, store):
     vocab = DraftVocab(torch.arange(0, verifier.vocab_size, 3), verifier.vocab_size)
     config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
@@ -69,6 +84,14 @@ def test_losses_from_the_store_equal_online_ones(verifier, store):
 def test_only_what_training_needs_is_stored(verifier, store):
     overhead = store.bytes - bytes_needed(verifier, documents())
     assert 0 < overhead < 1000 * len(store.index["shards"]), "headers only"
+
+
+def test_progress_is_logged(verifier, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("data.store.SECONDS_PER_LINE", 0)
+    with caplog.at_level("INFO", logger="data.store"):
+        store = StateStore.capture(verifier, documents(), tmp_path, shard_tokens=200)
+    lines = [record.message for record in caplog.records]
+    assert sum("tokens/s, about" in line for line in lines) == len(store.index["shards"]) - 1
 
 
 def test_resume_computes_only_what_is_missing(verifier, store, tmp_path, monkeypatch):

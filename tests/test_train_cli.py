@@ -7,15 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from conf.cli import load
+from conf.errors import UserError
+from data.prepare import prepare
 from models.export import safeai
 from models.export.native import read_head
 from tiny import tiny_model, tiny_tokenizer
 from train.main import train
+from train.plan import plan_rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,21 +96,82 @@ def test_plan_only(words, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("verifier.source=/nowhere/model", "/nowhere/model"),
+        ("verifier.source=/nowhere/model", "give a local folder"),
+        ("verifier.source=no/such-model", "which needs no hub"),
+        ("evaluation.prompts=[eyrie,/nowhere.jsonl]", "no prompts '/nowhere.jsonl'"),
+        ("evaluation.limit=0", "limit must be 1 or more"),
+        ("decode.depth=0", "decode.depth must be 1 or more"),
+        ("decode.dtype=float8", "decode.dtype must be"),
+        ("data.store_dtype=int8", "data.store_dtype must be"),
+        ("trainer.max_steps=null", "the run has no end"),
         ("data.path=/nowhere/*.jsonl", "/nowhere"),
         ("trainer.accelerator=gpu", "found none"),
         ("head.ttt_steps=0", "head.ttt_steps must be 1 or more"),
-        ("optim.name=sgd", "adamw, muon"),
+        ("optim.name=sgd", "adamw or muon"),
         ("head.start=zero", "verifier or random"),
-        ("trainer.tokens_per_step=8", "trainer.tokens_per_step"),
     ],
 )
-def test_mistakes_are_one_line(words, monkeypatch, capsys, extra, message):
+def test_mistakes_end_at_once_in_one_line(words, monkeypatch, capsys, tmp_path, extra, message):
+    """Before the verifier is loaded, and without a run folder left behind."""
+    monkeypatch.setattr("models.verifier.Verifier.load", None)
     if "gpu" in extra and torch.cuda.is_available():
-        extra, message = "trainer.accelerator=tpu", "found none"
-    code, _, err = run(monkeypatch, capsys, [*words, extra])
+        pytest.skip("has one")
+    code, _, err = run(monkeypatch, capsys, [*words, f"output_dir={tmp_path}", extra])
+    lines = err.splitlines()
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_documents_longer_than_a_step(words, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, [*words, "trainer.tokens_per_step=8"])
     last = err.splitlines()[-1]
-    assert code == 2 and last.startswith("error: ") and message in last and "Traceback" not in err
+    assert code == 2 and last.startswith("error: ") and "trainer.tokens_per_step" in last and "Traceback" not in err
+
+
+def test_plan_knows_the_disk_and_the_clock(words, monkeypatch):
+    cpu = torch.device("cpu")
+    cfg = load("train", [*words, "data.max_documents=1000000", "data.minutes=7", "minutes=11", "evaluation.minutes=2"])
+    monkeypatch.setattr("train.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
+    with pytest.raises(UserError, match=r"expected .* GB free .* found 1.0 GB: set data.store=false"):
+        plan_rows(cfg, cpu)
+    cfg.data.store = False
+    rows = dict(plan_rows(cfg, cpu))
+    assert "no states kept" in rows["disk"] and rows["data time"].startswith(("7 min", "about"))
+    assert rows["whole job"] == "11 min after the start, 2 of them kept for the evaluation"
+    cfg.data.answers, cfg.data.max_documents = "given", None  # the clock is the writing's, and nothing is written
+    rows = dict(plan_rows(cfg, cpu))
+    assert "7" not in rows["data time"] and "min" not in rows["data"].replace(cfg.data.path, "")
+
+
+def test_data_first_then_ranks_and_an_interrupted_evaluation(words, monkeypatch, capsys, tmp_path):
+    """No process group while data is made; a verifier in another dtype goes first; Ctrl-C then says what to do."""
+    seen = {}
+
+    def preparing(cfg, verifier):
+        seen["group"], seen["old"] = torch.distributed.is_initialized(), weakref.ref(verifier)
+        return prepare(cfg, verifier)
+
+    def measuring(cfg, folder, verifier):
+        seen["dtype"], seen["gone"] = verifier.dtype, seen["old"]() is None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.main.prepare", preparing)
+    monkeypatch.setattr("train.finish.measure", measuring)
+    extra = [f"output_dir={tmp_path}", "trainer.strategy=ddp", "decode.dtype=float64", "minutes=60"]
+    environment = dict(os.environ)
+    try:
+        code, _, err = run(monkeypatch, capsys, [*words, *extra])
+        assert code == 130 and seen["group"] is False and torch.distributed.is_initialized()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()  # Lightning leaves LOCAL_RANK and the like, which children would believe
+        os.environ.update(environment)
+    assert seen["dtype"] == torch.float64 and seen["gone"]
+    folder = next(tmp_path.glob("debug/*"))
+    assert err.splitlines()[-1].endswith(f"measure it with: python -m eval run={folder}")
+    assert json.loads((folder / "provenance.json").read_text())["training"]["steps"] == 4
+    assert "min at most: of 60 in all, 0.0 are spent, 0 kept for the evaluation" in err
 
 
 def test_online_states_give_the_same_losses(words, monkeypatch, capsys):

@@ -1,7 +1,10 @@
 """The verifier adapter against transformers' own forward, and against arithmetic done by hand."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from conf.errors import UserError
@@ -261,6 +264,27 @@ def test_a_folder_loads_and_hashes_alike_in_any_dtype(saved):
     ids, document, position = packed_row()
     one, other = (v.capture(ids, document, position).last_BTD for v in (verifier, memory))
     assert torch.equal(one, other)
+
+
+def test_only_the_files_that_are_loaded_are_hashed(saved, tmp_path, capsys):
+    hashes = set()
+    for name, size in (("whole", "1GB"), ("parts", "200KB")):
+        folder = shutil.copytree(saved, tmp_path / name)
+        (folder / "model.safetensors").unlink()
+        tiny_model(tie_word_embeddings=True).save_pretrained(folder, max_shard_size=size)
+        save_file({"norm.weight": torch.zeros(3)}, folder / "consolidated.safetensors")
+        hashes.add(Verifier.load(str(folder), dtype="float32", device="cpu").weights_hash)
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 1
+    assert hashes == {Verifier.load(str(saved), device="cpu").weights_hash}
+    assert "Loading weights" not in capsys.readouterr().err, "no bar where there is no terminal"
+
+
+def test_a_pickled_checkpoint_hashes_alike_in_any_dtype(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "bin")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    one, other = (Verifier.load(str(folder), dtype=dtype, device="cpu") for dtype in ("float32", "float64"))
+    assert one.weights_hash == other.weights_hash != introspect.hash_model(one.model)
 
 
 def test_vision_models_are_driven_by_their_text_half(tmp_path):

@@ -24,9 +24,7 @@ def test_offsets_flags_and_inverse_agree():
     assert vocab.d2t.tolist() == [1, 3, 4]  # target id - draft id, not the target id
     assert vocab.t2d.tolist() == [False, True, False, False, True, False, True, False]
     assert vocab.inverse_V.tolist() == [-1, 0, -1, -1, 1, -1, 2, -1]
-    assert vocab.to_target(torch.tensor([[2], [0]])).tolist() == [[6], [1]]
-    drafts = torch.arange(3)
-    assert torch.equal(drafts + vocab.d2t[drafts], vocab.to_target(drafts))
+    assert torch.equal(torch.arange(3) + vocab.d2t, vocab.ids_R)
 
 
 def test_round_trip_and_hash():

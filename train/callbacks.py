@@ -120,10 +120,18 @@ class Bar(pl.Callback):
         self.bar.update(self.task, completed=100 * module.progress, description=text)
         if self.bar.disable and time.monotonic() - self.spoken > self.EVERY:
             self.spoken = time.monotonic()
-            log.info(f"training {module.progress:.0%}: {text}")
+            log.info(f"training {module.progress:.0%}: {text}{time_left(module.progress, module.elapsed)}")
 
     def teardown(self, trainer, module, stage) -> None:
         self.bar.stop()
+
+
+def time_left(progress: float, elapsed: float) -> str:
+    """`, 2:05 left` at the pace so far; nothing before there is one."""
+    if not progress:
+        return ""
+    seconds = round(elapsed * (1 - progress) / progress)
+    return f", {seconds // 60}:{seconds % 60:02d} left"
 
 
 def summary(metrics: dict[str, float]) -> str:

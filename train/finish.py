@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from conf.cli import Outcome
 from conf.schema import TrainConf
-from data.prepare import Prepared
 from eval.alpha import AlphaReport
 from eval.command import measure_head, settings_of
 from eval.prompts import load_prompts
@@ -23,16 +23,23 @@ from train import ledger as ledgers
 from train.ledger import Ledger
 
 
-def finish(
-    cfg: TrainConf, folder: Path, verifier: Verifier, prepared: Prepared, head, trained: dict, ledger: Ledger
-) -> Outcome:
-    """Everything a run folder holds beside the checkpoints. `head/` is written already."""
+def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict, ledger: Ledger) -> Outcome:
+    """Everything a run folder holds beside the checkpoints. `head/` is written already.
+
+    verifier: in decode.dtype; None has it loaded in that dtype.  record: what provenance.json is to hold.
+    """
     with ledger.phase("export"):
         export = safeai.write(read_head(folder), folder / "export")
-    record = ledgers.provenance(cfg, verifier, prepared, head, trained, ledger)
-    del head
+    ledgers.write(folder, record)
     with ledger.phase("evaluate"):
-        report = measure(cfg, folder, in_dtype(cfg, verifier))
+        try:
+            if verifier is None:
+                gc.collect()  # the one in another dtype still hangs in Lightning's circles
+                verifier = load_verifier(cfg, cfg.decode.dtype, record["machine"]["device"])
+            report = measure(cfg, folder, verifier)
+        except KeyboardInterrupt:
+            hint = f"the head is trained and saved; measure it with: python -m eval run={folder}"
+            raise KeyboardInterrupt(hint) from None
         alpha = report.write(folder / "alpha.json")
     record["seconds"] = ledger.rounded()
     ledgers.write(folder, record)
@@ -44,20 +51,14 @@ def finish(
     console = Console(stderr=cfg.json)
     console.print(alpha_tables(report.to_dict()))
     paths = {"head": folder / "head", "export": export, "report": page}
-    console.print(closing_table(cfg, report, trained, ledger, paths))
+    console.print(closing_table(cfg, report, record, ledger, paths))
     values = report.to_dict() | {"run": str(folder), "head_folder": str(folder / "head"), "export": str(export)}
-    return Outcome(page, values | {"seconds": ledger.rounded(), "trained": trained})
+    return Outcome(page, values | {"seconds": ledger.rounded(), "trained": record["training"]})
 
 
-def in_dtype(cfg: TrainConf, verifier: Verifier) -> Verifier:
-    """The verifier in decode.dtype: the one at hand, or loaded again, the old one let go first."""
-    if str(verifier.dtype) == f"torch.{cfg.decode.dtype}":
-        return verifier
+def load_verifier(cfg: TrainConf, dtype: str, device: torch.device | str) -> Verifier:
     options = {name: getattr(cfg.verifier, name) for name in ("aux_layers", "trust_remote_code", "revision")}
-    device = str(verifier.device)
-    del verifier
-    gc.collect()
-    return Verifier.load(cfg.verifier.source, dtype=cfg.decode.dtype, device=device, **options)
+    return Verifier.load(cfg.verifier.source, dtype=dtype, device=str(device), **options)
 
 
 def measure(cfg: TrainConf, folder: Path, verifier: Verifier) -> AlphaReport:
@@ -68,8 +69,10 @@ def measure(cfg: TrainConf, folder: Path, verifier: Verifier) -> AlphaReport:
     return measure_head(verifier, head, settings, prompts, folder, cfg.trainer.progress)
 
 
-def closing_table(cfg: TrainConf, report: AlphaReport, trained: dict, ledger: Ledger, paths: dict[str, Path]) -> Table:
+def closing_table(cfg: TrainConf, report: AlphaReport, record: dict, ledger: Ledger, paths: dict[str, Path]) -> Table:
     """What one wants to know at the end: acceptance, speed, time by phase, and where things lie."""
+    trained = record["training"]
+    shape = f"K = {trained['ttt_steps']}, R = {record['draft_vocabulary']['size']:,}"
     table = Table(title=cfg.name, show_header=False)
     table.add_column()
     table.add_column(overflow="fold")  # a path that is cut off is no use
@@ -78,7 +81,8 @@ def closing_table(cfg: TrainConf, report: AlphaReport, trained: dict, ledger: Le
     table.add_row("speed-up", f"{number(report.speedup, 2)} in {report.dtype}, {report.threads} threads")
     identical = {True: "yes", False: "NO: see differences in alpha.json", None: "not asked"}
     table.add_row("same text as the verifier alone", identical[report.identical_to_baseline])
-    table.add_row("trained", f"{trained['steps']:,} steps, {trained['tokens']:,} tokens")
+    table.add_row("decoding", f"a chain of {report.depth} at temperature {cfg.decode.temperature:g}")
+    table.add_row("head trained", f"{trained['steps']:,} steps, {trained['tokens']:,} tokens; {shape}")
     phases = ", ".join(f"{name} {minutes(seconds)}" for name, seconds in ledger.seconds.items())
     table.add_row("time", f"{phases}; {minutes(sum(ledger.seconds.values()))} in all")
     for name, path in paths.items():

@@ -62,9 +62,21 @@ def fit(
     return trainer
 
 
+def device_count(cfg: TrainerConf) -> int:
+    """Devices of this machine that the settings ask for."""
+    if isinstance(cfg.devices, list):
+        return len(cfg.devices)
+    if str(cfg.devices) in ("auto", "-1"):
+        return max(1, torch.cuda.device_count()) if cfg.accelerator != "cpu" else 1
+    return max(1, int(cfg.devices))
+
+
 def strategy(cfg: TrainerConf) -> str | DDPStrategy:
     """DDP without broadcasting buffers: the head's are the verifier's embedding and constants."""
-    return DDPStrategy(broadcast_buffers=False) if cfg.strategy == "ddp" else cfg.strategy
+    several = device_count(cfg) * cfg.num_nodes > 1
+    if cfg.strategy == "ddp" or (cfg.strategy == "auto" and several):
+        return DDPStrategy(broadcast_buffers=False)
+    return cfg.strategy
 
 
 def precision(cfg: TrainerConf, device: str) -> str:

@@ -29,6 +29,7 @@ class Ledger:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
+        self.begun = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -37,6 +38,11 @@ class Ledger:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begun
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the job began, phases or not."""
+        return time.monotonic() - self.begun
 
     def rounded(self) -> dict[str, float]:
         return {name: round(value, 1) for name, value in self.seconds.items()}

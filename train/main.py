@@ -29,14 +29,17 @@ from models.verifier import Verifier
 from models.vocab import DraftVocab
 from train import finish
 from train.callbacks import Bar, KeepLast, Validate, graceful
-from train.fit import fit, open_loggers
-from train.ledger import Ledger
+from train.checks import check
+from train.fit import device_count, fit, open_loggers
+from train.ledger import Ledger, provenance
 from train.module import HeadModule, StepSettings
 from train.plan import plan_rows, show
 from train.resolve import resumed_config, with_defaults, write_config
-from train.schedule import Limits
+from train.schedule import Limits, training_minutes
 
 log = logging.getLogger(__name__)
+
+VALIDATION_TOKENS = 48  # of each held-out prompt, at most
 
 
 @dataclass
@@ -64,17 +67,23 @@ class Job:
 @main("train", multirun=True, resolve=with_defaults)
 def train(cfg: TrainConf) -> Outcome | None:
     """python -m train: see the module."""
-    job = start(cfg)
-    cfg = job.cfg
-    device = verifier_device(cfg)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        job = start(cfg, folder)
+        cfg = job.cfg
+        device = verifier_device(cfg)
+        rows = [] if job.rank else plan_rows(cfg, device)
+    except UserError:
+        remove_empty(folder)
+        raise
     if job.rank == 0:
-        Console(stderr=cfg.json).print(show(rows := plan_rows(cfg, device)))
+        Console(stderr=cfg.json).print(show(rows))
         if cfg.plan:
-            remove_empty(job.folder)
+            remove_empty(folder)
             return Outcome(values={"plan": dict(rows)})
         write_config(cfg, job.folder)
     with job.ledger.phase("load"):
-        verifier = load_verifier(cfg, device)
+        verifier = finish.load_verifier(cfg, cfg.verifier.dtype, device)
     with job.ledger.phase("synthesise"):
         prepared = prepare(cfg.data, verifier)
     with job.ledger.phase("capture"):
@@ -87,24 +96,21 @@ def train(cfg: TrainConf) -> Outcome | None:
     trained = {"steps": module.global_step, "seconds": round(module.elapsed, 1), "tokens": module.tokens * job.world}
     trained |= {"ttt_steps": cfg.head.ttt_steps, "data_hash": prepared.content_hash}
     save_head(job.folder / "head", StoredHead.of(module.head, verifier, trained))
-    return finish.finish(cfg, job.folder, verifier, prepared, module.head, trained, job.ledger)
+    record = provenance(cfg, verifier, prepared, module.head, trained, job.ledger)
+    same = verifier if str(verifier.dtype) == f"torch.{cfg.decode.dtype}" else None
+    del verifier, prepared, source, module  # one in another dtype may need their memory
+    return finish.finish(cfg, job.folder, same, record, job.ledger)
 
 
-def start(cfg: TrainConf) -> Job:
-    """Folder, ranks, threads, seed; a resumed run gets its own settings back."""
+def start(cfg: TrainConf, folder: Path) -> Job:
+    """Ranks, threads, seed, and every check that needs no verifier; a resumed run gets its folder and settings."""
     hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
     if cfg.resume:
         cfg = resumed_config(Path(cfg.resume), list(hydra.overrides.task))
         folder = Path(cfg.resume)
         if not (folder / "checkpoints" / "last.ckpt").is_file():
             raise UserError(f"expected a checkpoint to resume at {folder / 'checkpoints' / 'last.ckpt'}, found none")
-    if cfg.head.name != "eagle3":
-        raise UserError(f"no head '{cfg.head.name}'; there are: eagle3")
-    if cfg.head.ttt_steps < 1:
-        raise UserError(f"head.ttt_steps must be 1 or more, found {cfg.head.ttt_steps}")
-    if cfg.trainer.accumulate < 1:
-        raise UserError(f"trainer.accumulate must be 1 or more, found {cfg.trainer.accumulate}")
+    check(cfg)
     rank, world = place(cfg)
     if world > 1 and hydra.mode == RunMode.MULTIRUN:
         raise UserError("a sweep's jobs take one device each (trainer.devices=1): several would start the sweep anew")
@@ -124,15 +130,11 @@ def place(cfg: TrainConf) -> tuple[int, int]:
     here = os.environ
     if "RANK" in here and "WORLD_SIZE" in here:
         return int(here["RANK"]), int(here["WORLD_SIZE"])
-    devices = cfg.trainer.devices
-    if isinstance(devices, list):
-        devices = len(devices)
-    if str(devices) in ("auto", "-1"):
-        devices = torch.cuda.device_count() if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available() else 1
-    world = max(1, int(devices)) * cfg.trainer.num_nodes
+    devices = device_count(cfg.trainer)
+    world = devices * cfg.trainer.num_nodes
     if int(here.get("SLURM_NTASKS", 1)) == world > 1:
         return int(here["SLURM_PROCID"]), world
-    return int(here.get("NODE_RANK", 0)) * int(devices) + int(here.get("LOCAL_RANK", 0)), world
+    return int(here.get("NODE_RANK", 0)) * devices + int(here.get("LOCAL_RANK", 0)), world
 
 
 def verifier_device(cfg: TrainConf) -> torch.device:
@@ -144,12 +146,6 @@ def verifier_device(cfg: TrainConf) -> torch.device:
             raise UserError("trainer.accelerator asks for a GPU, found none: trainer=auto, or trainer.accelerator=cpu")
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def load_verifier(cfg: TrainConf, device: torch.device, dtype: str | None = None) -> Verifier:
-    """dtype: another than the settings'."""
-    options = {name: getattr(cfg.verifier, name) for name in ("aux_layers", "trust_remote_code", "revision")}
-    return Verifier.load(cfg.verifier.source, dtype=dtype or cfg.verifier.dtype, device=str(device), **options)
 
 
 def open_states(cfg: TrainConf, verifier: Verifier, prepared: Prepared) -> StateStore | OnlineStates:
@@ -167,7 +163,7 @@ def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> He
     head = build_head(cfg, verifier, vocab)
     loader = PackedLoader(source, cfg.trainer.tokens_per_step, cfg.seed, job.rank, job.world)
     windows = max(1, len(loader.plan(0)) // cfg.trainer.accumulate)
-    limits = limits_of(cfg, windows)
+    limits = limits_of(cfg, windows, job.ledger.spent / 60)
     log.info(
         f"training: {len(prepared.train):,} documents, {windows:,} steps an epoch"
         + (f", {limits.steps:,} steps at most" if limits.steps else "")
@@ -185,9 +181,6 @@ def build_head(cfg: TrainConf, verifier: Verifier, vocab: DraftVocab) -> Eagle3H
         verifier.head_geometry, verifier.aux_layers, len(vocab), cfg.head.fc_norm, cfg.head.norm_output
     )
     head = Eagle3Head(config, verifier.embedding_VD, vocab).to(verifier.device)
-    for what, value in (("start", cfg.head.start), ("start_lm_head", cfg.head.start_lm_head)):
-        if value not in ("verifier", "random"):
-            raise UserError(f"head.{what} must be verifier or random, found {value}")
     head.start_from_verifier(
         verifier.layer_state_dict(cfg.head.start_layer) if cfg.head.start == "verifier" else {},
         verifier.final_norm_weight,
@@ -198,14 +191,17 @@ def build_head(cfg: TrainConf, verifier: Verifier, vocab: DraftVocab) -> Eagle3H
     return head
 
 
-def limits_of(cfg: TrainConf, windows: int) -> Limits:
-    """The run's end from trainer.max_steps, .epochs (of `windows` steps) and .minutes; at least one must be there."""
+def limits_of(cfg: TrainConf, windows: int, spent: float) -> Limits:
+    """The run's end: trainer.max_steps, .epochs (of `windows` steps), and the clocks after `spent` minutes of data."""
     trainer = cfg.trainer
     by_epochs = max(1, round(trainer.epochs * windows)) if trainer.epochs else None
     steps = min((bound for bound in (trainer.max_steps, by_epochs) if bound), default=None)
-    if not steps and not trainer.minutes:
-        raise UserError("the run has no end: give trainer.max_steps, trainer.epochs or trainer.minutes, or a budget")
-    return Limits(steps, trainer.minutes and 60 * trainer.minutes)
+    whole = None if cfg.resume else cfg.minutes
+    limit = training_minutes(trainer.minutes, whole, spent, cfg.evaluation.minutes)
+    if whole is not None:
+        kept = f"{cfg.evaluation.minutes:g} kept for the evaluation"
+        log.info(f"training for {limit:.1f} min at most: of {whole:g} in all, {spent:.1f} are spent, {kept}")
+    return Limits(steps, limit and 60 * limit)
 
 
 def run_training(job: Job, module: HeadModule, prepared: Prepared) -> None:
@@ -217,7 +213,9 @@ def run_training(job: Job, module: HeadModule, prepared: Prepared) -> None:
     callbacks: list[pl.Callback] = []
     prompts = document_prompts(prepared.validation, cfg.trainer.validate_prompts or None)
     if cfg.trainer.validate_every and prompts:
-        settings = replace(settings_of(cfg.decode, seed=cfg.seed, temperature=0.0), baseline=False)
+        settings = settings_of(cfg.decode, seed=cfg.seed, temperature=0.0)
+        # Short answers: the training clock runs on while the head is looked at.
+        settings = replace(settings, baseline=False, max_new_tokens=min(VALIDATION_TOKENS, settings.max_new_tokens))
         callbacks.append(Validate(prompts, settings, cfg.trainer.validate_every))
     callbacks.append(KeepLast(job.checkpoint.parent, cfg.trainer.checkpoint_every))
     if cfg.trainer.progress:

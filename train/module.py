@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import lightning.pytorch as pl
 import torch
@@ -67,7 +67,6 @@ class HeadModule(pl.LightningModule):
         self._place: dict | None = None
         self._weights: list[Tensor] = []
         self._counts: StepCounts | None = None
-        self._resumed: dict | None = None
         self._since = (0.0, 0)
 
     # --- the step ---------------------------------------------------------------------------------------
@@ -135,13 +134,14 @@ class HeadModule(pl.LightningModule):
             )
         seconds, tokens = elapsed - self._since[0], self.tokens - self._since[1]
         self._since = (elapsed, self.tokens)
-        self.metrics = {"train/loss": loss, "train/gradient_norm": float(norm), "train/lr_scale": scale}
-        self.metrics |= {"train/tokens_per_second": self.trainer.world_size * tokens / max(seconds, 1e-9)}
-        self.metrics |= {"train/seconds": elapsed, "train/tokens": float(self.trainer.world_size * self.tokens)}
+        means = {"train/loss": loss, "train/gradient_norm": float(norm), "train/lr_scale": scale}
+        means |= {"train/tokens_per_second": self.trainer.world_size * tokens / max(seconds, 1e-9)}
+        means |= {"train/seconds": elapsed, "train/tokens": float(self.trainer.world_size * self.tokens)}
         for k, total in enumerate(values["total_K"]):
-            self.metrics[f"train/accuracy_{k}"] = values["correct_K"][k] / max(total, 1)
-            self.metrics[f"train/overlap_{k}"] = values["overlap_K"][k] / max(total, 1)
-        self.write(self.metrics)
+            means[f"train/accuracy_{k}"] = values["correct_K"][k] / max(total, 1)
+            means[f"train/overlap_{k}"] = values["overlap_K"][k] / max(total, 1)
+        self.metrics |= means  # what validation found last stays in sight
+        self.write(means)
 
     def write(self, metrics: dict[str, float]) -> None:
         """To every logger, at the current optimizer step."""
@@ -172,6 +172,18 @@ class HeadModule(pl.LightningModule):
                 f"the data was dealt out for rank {ours[0]} of {ours[1]}, Lightning runs rank {lightnings[0]} of "
                 f"{lightnings[1]}: set trainer.devices and trainer.num_nodes to what was started"
             )
+        if self.trainer.world_size > 1:
+            self._agree_before_the_start()
+
+    def _agree_before_the_start(self) -> None:
+        """Every rank prepared its data alone: UserError on all of them where two differ. Rank 0's limits hold."""
+        strategy = self.trainer.strategy
+        hashes = (self.loader.data_hash, self.head.vocab.hash)
+        own = torch.tensor([int(text[:15], 16) for text in hashes], device=strategy.root_device)
+        every = [torch.empty_like(own) for _ in range(self.trainer.world_size)]
+        dist.all_gather(every, own)
+        check_same(torch.stack(every).tolist())
+        self.settings = replace(self.settings, limits=strategy.broadcast(self.settings.limits))
 
     def on_train_start(self) -> None:
         before, begun = self.elapsed, time.monotonic()
@@ -181,6 +193,7 @@ class HeadModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """The state after the last whole window, in plain types, so that weights_only loading works."""
         checkpoint["eyrie"] = {
+            "verifier": {"name": self.verifier.name, "weights_hash": self.verifier.weights_hash},
             "loader": self._place or self.loader.state_dict(),
             "elapsed": self.elapsed,
             "tokens": self.tokens,
@@ -190,12 +203,33 @@ class HeadModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         kept = checkpoint["eyrie"]
+        check_verifier(kept.get("verifier"), self.verifier)
         self.loader.load_state_dict(kept["loader"])
         self._place = kept["loader"]
         self.elapsed, self.tokens = kept["elapsed"], kept["tokens"]
         torch.set_rng_state(kept["rng"].cpu())
         if kept["counts"] is not None:
             self._counts = StepCounts(**{name: value.to(self.device) for name, value in kept["counts"].items()})
+
+
+def check_same(hashes: list[list[int]]) -> None:
+    """hashes: of each rank, [training data, draft vocabulary] as numbers. UserError where ranks differ."""
+    for what, numbers in zip(("training documents", "draft vocabulary"), zip(*hashes, strict=True), strict=True):
+        if len(set(numbers)) > 1:
+            found = ", ".join(f"rank {rank} {number:x}" for rank, number in enumerate(numbers))
+            raise UserError(
+                f"expected the same {what} on every rank, found hashes {found}: let all share one EYRIE_CACHE, or "
+                "prepare the data once and give it as data.path with data.answers=given"
+            )
+
+
+def check_verifier(trained: dict | None, verifier) -> None:
+    """UserError when a checkpoint (`trained`: name and weights_hash; None in old ones) is of another verifier."""
+    if trained and trained["weights_hash"] != verifier.weights_hash:
+        raise UserError(
+            f"the checkpoint was trained for {trained['name']} (weights_hash {trained['weights_hash'][:12]}), this is "
+            f"{verifier.name} (weights_hash {verifier.weights_hash[:12]}): resume with the verifier it was trained for"
+        )
 
 
 def scale_gradients(parameters, factor: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.table import Table
@@ -13,12 +14,15 @@ from transformers import AutoConfig
 from conf.errors import UserError
 from conf.paths import cache_dir
 from conf.schema import TrainConf
+from data.prepare import needs_verifier
 from models import embedded
 from models.introspect import check_aux_layers
+from models.loading import FILE_DTYPES, explained
 from models.vocab import draft_vocab_size
 
 PROMPT_TOKENS = 48  # a guess at template and question; exact numbers follow when the data is there
 ANSWER_SHARE = 0.75  # of max_new_tokens that an answer fills, by guess
+MARGIN = 1.02  # files hold a little more than their tensors
 EFFICIENCY = 0.3  # of the matrix-multiplication rate that a whole step reaches, by guess
 
 
@@ -38,15 +42,16 @@ class Sizes:
 
 def sizes(cfg: TrainConf) -> Sizes:
     """From the verifier's config alone: no weights are read."""
-    source = embedded.folder() if cfg.verifier.source == embedded.NAME else cfg.verifier.source
+    source = cfg.verifier.source
+    local = embedded.folder() if source == embedded.NAME else Path(source).expanduser()
+    local = local if local.is_dir() else None
     options = {"trust_remote_code": cfg.verifier.trust_remote_code, "revision": cfg.verifier.revision}
     try:
-        text = AutoConfig.from_pretrained(source, **options).get_text_config()
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"expected a folder or hub name of a transformers model as verifier.source, found {source} ({reason})"
-        ) from error
+        text = AutoConfig.from_pretrained(str(local or source), **options).get_text_config()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        # What is no folder and no possible hub name comes as a ValueError, but is a place that cannot be reached.
+        unreachable = local is None and isinstance(error, ValueError)
+        raise explained(source, local, OSError(str(error)) if unreachable else error) from error
     D, L, V, MLP = text.hidden_size, text.num_hidden_layers, text.vocab_size, text.intermediate_size
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or D // heads
@@ -80,8 +85,8 @@ def plan_rows(cfg: TrainConf, device: torch.device) -> list[tuple[str, str]]:
     """(what, how much) of the run; guesses say `about`."""
     size, rate = sizes(cfg), EFFICIENCY * matmul_rate(device)
     tokens, answers = document_tokens(cfg)
-    width = {"float32": 4}.get(cfg.data.store_dtype, 2) * size.hidden
-    stored = tokens * size.aux * width + answers * width if cfg.data.store else 0
+    stored = stored_bytes(cfg, size, tokens, answers)
+    check_disk(stored)
     steps = _steps(cfg, tokens)
     step_tokens = cfg.trainer.tokens_per_step * cfg.trainer.accumulate
     # Forward and backward are three passes over the head's weights per anchor and TTT step; an online verifier one.
@@ -89,20 +94,40 @@ def plan_rows(cfg: TrainConf, device: torch.device) -> list[tuple[str, str]]:
     bytes_each = 4 if device.type == "cpu" else 2
     memory = bytes_each * (size.verifier + size.embedding) + 16 * size.head + 8 * size.hidden * step_tokens * 12
     origin = "written by the verifier" if cfg.data.path is None else f"{cfg.data.path}, answers {cfg.data.answers}"
-    clock = [f"{value:g} min" for value in (cfg.data.minutes,) if value]
-    rows = [
+    writes = needs_verifier(cfg.data)  # given answers take no clock, and one pass for their states
+    minutes = cfg.data.minutes if writes else None
+    passes = tokens + answers if writes else tokens
+    return [
         ("verifier", f"{cfg.verifier.source}: {_count(size.verifier)} parameters, {size.layers} layers on {device}"),
         ("head", f"{cfg.head.name}: {_count(size.head)} parameters, K = {cfg.head.ttt_steps}, R = {size.draft_vocab}"),
         ("budget", cfg.budget_name or "none named"),
-        ("data", ", ".join([origin, *([f"about {_count(tokens)} tokens"] if tokens else []), *clock])),
-        ("data time", _span(cfg.data.minutes, (tokens + answers) * size.verifier / rate / 60 if tokens else None)),
+        ("data", ", ".join([origin, *([f"about {_count(tokens)} tokens"] if tokens else [])])),
+        ("data time", _span(minutes, passes * size.verifier / rate / 60 if tokens else None)),
         ("training", ", ".join(_training(cfg, steps, step_tokens))),
         ("training time", _span(cfg.trainer.minutes, steps * per_step / rate / 60 if steps else None)),
         ("evaluation", f"{cfg.evaluation.limit or 'all'} prompts a suite, {cfg.decode.max_new_tokens} tokens each"),
+        ("whole job", _whole(cfg)),
         ("disk", _disk(cfg.data.store, stored)),
         ("memory", f"about {memory / 1e9:.1f} GB"),
     ]
-    return rows
+
+
+def stored_bytes(cfg: TrainConf, size: Sizes, tokens: int, answers: int) -> int:
+    """What the states of so many tokens take on the disk; 0 when none are kept."""
+    width = FILE_DTYPES[cfg.data.store_dtype].itemsize * size.hidden
+    return tokens * size.aux * width + answers * width if cfg.data.store else 0
+
+
+def check_disk(stored: float) -> None:
+    """UserError when states of `stored` bytes would not fit; those in the cache may be the very ones."""
+    free = shutil.disk_usage(cache_dir()).free
+    there = sum(path.stat().st_size for path in cache_dir("states").rglob("*.safetensors"))
+    if stored * MARGIN > free + there:
+        raise UserError(
+            f"expected {stored * MARGIN / 1e9:.1f} GB free in {cache_dir()} for the verifier's states, found "
+            f"{free / 1e9:.1f} GB: set data.store=false (computed in every step), lower data.max_documents, or move "
+            "the cache with EYRIE_CACHE"
+        )
 
 
 def show(rows: list[tuple[str, str]]) -> Table:
@@ -134,6 +159,12 @@ def _span(limit: float | None, guess: float | None) -> str:
     if limit is not None and (guess is None or guess > limit):
         return f"{limit:g} min at most"
     return "not known yet" if guess is None else f"about {guess:,.1f} min"
+
+
+def _whole(cfg: TrainConf) -> str:
+    if cfg.minutes is None or cfg.resume:
+        return "no clock over all of it"
+    return f"{cfg.minutes:g} min after the start, {cfg.evaluation.minutes:g} of them kept for the evaluation"
 
 
 def _disk(store: bool, size: float) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from conf.cli import choices
+from conf.cli import with_budget
 from conf.errors import UserError
 from conf.explain import groups
 from conf.schema import TrainConf
@@ -23,20 +22,13 @@ FIXED = ("trainer.tokens_per_step", "trainer.accumulate")
 def with_defaults(overrides: list[str]) -> list[str]:
     """Adds `budget=hour` (CPU) or `budget=full` (GPU) where none is named, and a resumed run's folder."""
     parsed = OverridesParser.create().parse_overrides(overrides)
-    # Of a sweep, the first value stands for all: it decides nothing here but whether a budget is named.
-    single = [
-        f"{item.key_or_group}={next(item.sweep_string_iterator())}" if item.is_sweep_override() else item.input_line
-        for item in parsed
-    ]
     resumed = next((item.value() for item in parsed if item.key_or_group == "resume"), None)
     if resumed:
         folder = Path(str(resumed))
         if not (folder / CONFIG).is_file():
             raise UserError(f"expected a run folder with {CONFIG} to resume, found none at {folder}")
         return [*overrides, f"hydra.run.dir='{folder}'"]
-    if "budget" in choices("train", [line for line in single if not line.startswith("hydra.")]):
-        return overrides
-    return [*overrides, f"budget={'full' if torch.cuda.is_available() else 'hour'}"]
+    return with_budget("train", overrides)
 
 
 def resumed_config(folder: Path, overrides: list[str]) -> TrainConf:

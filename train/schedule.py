@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+LEAST = 0.1  # of the job's minutes that training gets, however late it starts
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -24,6 +26,18 @@ class Limits:
 
     def reached(self, steps: int, seconds: float) -> bool:
         return self.progress(steps, seconds) >= 1.0
+
+
+def training_minutes(cap: float | None, whole: float | None, spent: float, reserve: float) -> float | None:
+    """Minutes of training: `cap`, and no more than a job of `whole` minutes leaves after `spent` and `reserve`.
+
+    A job that is late still trains for a tenth of `whole`: a head of a short training says more than an error.
+    None when neither clock is set.
+    """
+    if whole is None:
+        return cap
+    left = max(whole - spent - reserve, LEAST * whole)
+    return left if cap is None else min(cap, left)
 
 
 def lr_scale(progress: float, warmup_ratio: float, final_ratio: float) -> float:

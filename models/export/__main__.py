@@ -11,9 +11,9 @@ from conf.errors import UserError
 from conf.schema import ExportCommandConf
 from models.export import safeai
 from models.export.native import head_folder, read_head
+from models.loading import FILE_DTYPES
 
 FORMATS = {"safeai": safeai.write, "vllm": safeai.write, "sglang": safeai.write}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @main("export")
@@ -23,12 +23,12 @@ def export(cfg: ExportCommandConf) -> Outcome:
         raise UserError("give the run to export: python -m models.export run=outputs/NAME/TIME format=vllm out=DIR")
     if cfg.format not in FORMATS:
         raise UserError(f"no format '{cfg.format}'; there are: {', '.join(FORMATS)}")
-    if cfg.dtype not in DTYPES:
-        raise UserError(f"no dtype '{cfg.dtype}'; there are: {', '.join(DTYPES)}")
+    if cfg.dtype not in FILE_DTYPES:
+        raise UserError(f"no dtype '{cfg.dtype}'; there are: {', '.join(FILE_DTYPES)}")
     stored = read_head(cfg.run)
     embedding_VD = _embedding(stored.verifier) if cfg.embedding else None
     out = Path(cfg.out) if cfg.out else head_folder(cfg.run).parent / f"export-{cfg.format}"
-    FORMATS[cfg.format](stored, out, DTYPES[cfg.dtype], embedding_VD)
+    FORMATS[cfg.format](stored, out, FILE_DTYPES[cfg.dtype], embedding_VD)
     return Outcome(out, {"format": cfg.format, "dtype": cfg.dtype, "verifier": stored.verifier.name})
 
 

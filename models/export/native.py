@@ -47,7 +47,11 @@ class VerifierCard:
 
     @classmethod
     def from_dict(cls, values: dict) -> VerifierCard:
-        return cls(**{**values, "eos_token_ids": tuple(values.get("eos_token_ids", ()))})
+        """Raises UserError on unknown or missing keys."""
+        try:
+            return cls(**{**values, "eos_token_ids": tuple(values.get("eos_token_ids", ()))})
+        except (TypeError, AttributeError) as error:
+            raise UserError(f"the head's config does not describe its verifier ({error}); write it again") from error
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,15 @@ def read_head(source: Path | str) -> StoredHead:
     Raises UserError when it is no head, or its vocabulary map is not the one that its config was written with.
     """
     folder = head_folder(source)
-    values = json.loads((folder / CONFIG).read_text())
+    values = read_config(folder / CONFIG)
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         found = f"{values.get('format')!r} version {values.get('version')!r}"
         raise UserError(f"expected {FORMAT!r} version {VERSION} in {folder / CONFIG}, found {found}")
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is damaged ({error}); write it again") from error
+    if missing := [key for key in ("config", "vocab_hash", "verifier") if key not in values]:
+        raise UserError(f"{folder / CONFIG}: missing {', '.join(missing)}; write the head again")
+    tensors = read_tensors(folder / WEIGHTS)
+    if "d2t" not in tensors:
+        raise UserError(f"{folder / WEIGHTS}: missing d2t, the draft vocabulary; write the head again")
     config = Eagle3Config.from_dict(values["config"])
     vocab = DraftVocab.from_d2t(tensors.pop("d2t"), config.vocab_size)
     if vocab.hash != values["vocab_hash"]:
@@ -109,6 +114,25 @@ def read_head(source: Path | str) -> StoredHead:
             f"{values['vocab_hash'][:12]}: the two files are from different heads"
         )
     return StoredHead(config, vocab, tensors, VerifierCard.from_dict(values["verifier"]), values.get("training", {}))
+
+
+def read_config(path: Path) -> dict:
+    """The JSON object in `path`; UserError when it is none."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:  # of JSON or of UTF-8
+        raise UserError(f"{path} is damaged ({error}); write it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"expected a JSON object in {path}, found {type(values).__name__}; write it again")
+    return values
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; UserError when it is damaged."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); write it again") from error
 
 
 def load_head(source: Path | str, verifier, dtype: torch.dtype | None = None) -> Eagle3Head:

@@ -7,17 +7,21 @@ writing and on reading: names, shapes and dtypes, exactly.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError
-from models.export.native import StoredHead, VerifierCard
+from models.export.native import StoredHead, VerifierCard, read_config, read_tensors
 from models.heads.eagle3 import Eagle3Config
+from models.introspect import default_layers
 from models.vocab import DraftVocab
+
+log = logging.getLogger(__name__)
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MAPS = {"d2t": torch.int64, "t2d": torch.bool}
@@ -128,28 +132,27 @@ def config_json(stored: StoredHead, dtype: torch.dtype) -> dict:
     return values
 
 
-def default_layers(num_layers: int) -> tuple[int, ...]:
-    """What every engine captures when a head names no layers."""
-    return (2, num_layers // 2, num_layers - 3)
-
-
-def read(folder: Path | str, verifier: VerifierCard | None = None) -> StoredHead:
+def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD: Tensor | None = None) -> StoredHead:
     """Read such a folder, our own or another trainer's, and check it all.
 
     verifier: needed for folders written elsewhere, which say nothing about theirs.
+    embedding_VD: the verifier's, which a running head reads. A folder that ships another one is refused; without it
+    the shipped one can't be compared, which is logged.
     """
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"expected {WEIGHTS} and {CONFIG} in {folder}, found no {name}")
-    values = json.loads((folder / CONFIG).read_text())
+    values = read_config(folder / CONFIG)
     notes = values.get("eyrie", {})
     card = verifier or (VerifierCard.from_dict(notes["verifier"]) if "verifier" in notes else None)
     if card is None:
         raise UserError(f"{folder} does not name its verifier; pass the verifier it was trained for")
     config = _config(values, card, folder)
-    tensors = load_file(folder / WEIGHTS)
+    tensors = read_tensors(folder / WEIGHTS)
     check(tensors, config, str(folder))
+    if "embed_tokens.weight" in tensors:
+        _check_embedding(tensors["embed_tokens.weight"], embedding_VD, folder)
     identity = config.draft_vocab_size == config.vocab_size
     V = config.vocab_size
     vocab = DraftVocab.identity(V) if identity else DraftVocab.from_d2t(tensors["d2t"], V)
@@ -159,6 +162,22 @@ def read(folder: Path | str, verifier: VerifierCard | None = None) -> StoredHead
     return StoredHead(config, vocab, weights, card, notes.get("training", {}))
 
 
+def _check_embedding(shipped_VD: Tensor, embedding_VD: Tensor | None, folder: Path) -> None:
+    """UserError when the two differ by more than the coarser one's rounding."""
+    if embedding_VD is None:
+        log.info(f"{folder} ships an embedding, which was not compared with the verifier's; the verifier's is used")
+        return
+    if shipped_VD.shape != embedding_VD.shape:
+        raise UserError(
+            f"{folder}: expected the verifier's embedding of shape {tuple(embedding_VD.shape)}, "
+            f"found {tuple(shipped_VD.shape)}: the head is for another verifier"
+        )
+    eps = max(torch.finfo(shipped_VD.dtype).eps, torch.finfo(embedding_VD.dtype).eps)
+    for ours, theirs in zip(embedding_VD.split(8192), shipped_VD.split(8192), strict=True):  # float32 copies of a part
+        if not torch.allclose(ours.detach().cpu().float(), theirs.float(), rtol=eps, atol=1e-7):
+            raise UserError(f"{folder} ships an embedding of its own, not the verifier's: such a head is not supported")
+
+
 def _config(values: dict, card: VerifierCard, folder: Path) -> Eagle3Config:
     plain = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"]
     plain += ["hidden_act", "max_position_embeddings", "vocab_size", "draft_vocab_size"]
@@ -166,6 +185,9 @@ def _config(values: dict, card: VerifierCard, folder: Path) -> Eagle3Config:
         raise UserError(f"{folder / CONFIG}: missing {', '.join(missing)}")
     if values.get("bias") or values.get("attention_bias") or values.get("num_hidden_layers", 1) != 1:
         raise UserError(f"{folder / CONFIG}: expected one layer without biases; such a head is not portable")
+    for switch in ("norm_before_residual", "norm_before_fc"):
+        if values.get(switch):
+            raise UserError(f"{folder / CONFIG}: expected {switch} false, found {values[switch]}: another computation")
     rope = values.get("rope_parameters") or {
         "rope_type": "default",
         **(values.get("rope_scaling") or {}),

@@ -267,8 +267,8 @@ class Eagle3Head(nn.Module):
         layer: fc passes the last captured state through, q/k/v take the verifier's weights on the hidden
         half and zeros on the embedding half, the rest is copied. lm_head: the verifier's rows of the draft
         vocabulary. The final norm comes along with either.
-        A start only: biases (Qwen2's q/k/v) can't be held by the format and are dropped, and norms of other
-        kinds (Gemma's 1 + w) are copied as they are.
+        A start only: biases (Qwen2's q/k/v) can't be held by the format and are dropped. Norms are taken as a
+        plain RMSNorm holds them, which is how the verifier's adapter gives them.
         Raises UserError when the verifier's layer has other names or shapes than the head's.
         """
         if layer:

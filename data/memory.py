@@ -1,0 +1,37 @@
+"""How much memory is free, and what a cache slot of the verifier takes of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from models.verifier import Verifier
+
+SHARE = 0.25  # of what is free: weights are there already, but activations and other processes want some too
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the GPU, or of the machine: what Linux says is available, elsewhere half of all there is."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def slot_bytes(verifier: Verifier) -> int:
+    """Bytes of one token's keys and values over all layers."""
+    shape = verifier.head_geometry
+    return 2 * verifier.num_layers * shape["num_key_value_heads"] * shape["head_dim"] * verifier.dtype.itemsize
+
+
+def rows_that_fit(verifier: Verifier, rows: int, capacity: int) -> int:
+    """`rows`, or as many sequences of `capacity` slots as `SHARE` of the free memory holds; at least one."""
+    budget = int(SHARE * free_bytes(verifier.device))
+    return max(1, min(rows, budget // (slot_bytes(verifier) * capacity)))

@@ -1,0 +1,70 @@
+"""Speed against simple rivals, measured in turns in one run, so that ratios mean something on a noisy machine.
+
+python -m eval.bench decode [run=DIR]    one sequence, many sequences, and where the time of a round goes
+python -m eval.bench train               a training step against bare matrix products of the same FLOPs
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from conf.cli import Outcome, main
+from conf.errors import UserError
+from eval.bench_decode import bench_decode
+from eval.bench_train import bench_train
+from eval.measure import use_threads
+from eval.tables import number
+
+
+def bench(cfg) -> Outcome:
+    """cfg: conf.schema.BenchCommandConf. Writes one JSON file and prints its rows."""
+    kinds = {"decode": bench_decode, "train": bench_train}
+    if cfg.kind not in kinds:
+        raise UserError(f"say what to measure: python -m eval.bench decode | train; found {cfg.kind}")
+    if min([cfg.repeats, cfg.max_new_tokens - 1, cfg.depth, *cfg.batches, *cfg.steps]) < 1:
+        raise UserError("repeats, depth, batches and steps must be 1 or more, max_new_tokens 2 or more")
+    with use_threads(cfg.threads) as threads:
+        verifier, rows = kinds[cfg.kind](cfg)
+    values = {
+        "kind": cfg.kind, "verifier": verifier.name, "dtype": str(verifier.dtype).removeprefix("torch."),
+        "device": str(verifier.device), "threads": threads, "torch": torch.__version__, "repeats": cfg.repeats,
+        "rows": rows,
+    }  # fmt: skip
+    path = Path(cfg.out) if cfg.out else Path("outputs", "bench", f"{cfg.kind}-{datetime.now():%Y-%m-%d_%H-%M-%S}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1) + "\n")
+    Console(stderr=cfg.json).print(as_table(values))
+    return Outcome(path, values)
+
+
+def as_table(values: dict) -> Table:
+    """Every number of every row; a dash where a row has none."""
+    machine = f"{values['dtype']}, {values['threads']} threads, {values['device']}"
+    table = Table(title=f"{values['kind']}: {values['verifier']}, {machine}, median of {values['repeats']}")
+    names = list(dict.fromkeys(name for row in values["rows"] for name in row))
+    for name in names:
+        heading = name.replace("tokens_per_second", "tokens/s").replace("_", " ")
+        table.add_column(heading, justify="left" if name == "name" else "right", no_wrap=name == "name")
+    for row in values["rows"]:
+        cells = [row.get(name) for name in names]
+        table.add_row(*[cell if isinstance(cell, str) else number(cell, 2) for cell in cells])
+    return table
+
+
+def entry() -> None:
+    """`decode ...` on the command line is short for `kind=decode ...`."""
+    words = sys.argv[1:]
+    if words and words[0].isidentifier():
+        sys.argv[1:] = [f"kind={words[0]}", *words[1:]]
+    main("bench")(bench)()
+
+
+if __name__ == "__main__":
+    entry()

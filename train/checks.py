@@ -1,0 +1,60 @@
+"""What can be known to be wrong before anything is loaded: every check of a run's settings that needs no verifier."""
+
+from __future__ import annotations
+
+from conf.errors import UserError
+from conf.schema import TrainConf
+from data.prepare import needs_verifier
+from data.sources import resolve
+from eval.command import settings_of
+from eval.prompts import read_suite, spaced
+from models.loading import DTYPES, FILE_DTYPES
+
+NAMES = {
+    "head.name": ("eagle3",),
+    "head.start": ("verifier", "random"),
+    "head.start_lm_head": ("verifier", "random"),
+    "optim.name": ("adamw", "muon"),
+    "data.store_dtype": tuple(FILE_DTYPES),
+    "decode.dtype": tuple(DTYPES),
+    "verifier.dtype": ("auto", *DTYPES),
+}
+POSITIVE = ("head.ttt_steps", "trainer.accumulate", "trainer.tokens_per_step", "trainer.log_every")
+
+
+def check(cfg: TrainConf) -> None:
+    """Raises UserError, one line, for the first setting that cannot work."""
+    for name, allowed in NAMES.items():
+        if (value := _setting(cfg, name)) not in allowed:
+            raise UserError(f"{name} must be {' or '.join(allowed)}, found {value}")
+    for name in POSITIVE:
+        if (value := _setting(cfg, name)) < 1:
+            raise UserError(f"{name} must be 1 or more, found {value}")
+    check_end(cfg)
+    needs_verifier(cfg.data)
+    if cfg.data.path is not None:
+        resolve(cfg.data.path)
+    settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
+    for suite in suites(cfg):
+        spaced(read_suite(suite), cfg.evaluation.limit)
+
+
+def check_end(cfg: TrainConf) -> None:
+    """A run must end. The job's own clock counts for a new run alone: a resumed one does not know its start."""
+    ends = [cfg.trainer.max_steps, cfg.trainer.epochs, cfg.trainer.minutes, None if cfg.resume else cfg.minutes]
+    if not any(ends):
+        raise UserError("the run has no end: give trainer.max_steps, trainer.epochs or trainer.minutes, or a budget")
+
+
+def suites(cfg: TrainConf) -> list[str]:
+    """evaluation.prompts as a list; UserError when it is empty."""
+    prompts = cfg.evaluation.prompts
+    names = [prompts] if isinstance(prompts, str) else list(prompts or [])
+    if not names:
+        raise UserError("no prompts named: give evaluation.prompts=[humaneval,eyrie], or JSONL files")
+    return names
+
+
+def _setting(cfg: TrainConf, name: str):
+    section, leaf = name.split(".")
+    return getattr(getattr(cfg, section), leaf)
