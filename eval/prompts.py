@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
-import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import conf
 from conf.errors import UserError
-from data.documents import Drop
-from data.sources import parse_row
+from data.documents import describe
+from data.sources import read_questions
 from models.chat import render
 
 log = logging.getLogger(__name__)
@@ -82,35 +81,11 @@ def _humaneval_file() -> Path:
 
 
 def _read_rows(path: Path, suite: str) -> list[dict]:
-    """Bad lines are left out, with a warning; a file with nothing usable is an error that names the first fault."""
-    rows, faults = [], []
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    rows.append(_question(line, suite, number))
-                except Drop as drop:
-                    faults.append(f"line {number}: {drop}")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    if not rows:
-        fault = faults[0] if faults else "no rows"
-        raise UserError(f"{path}: expected JSONL rows with turns, prompt, messages or conversations; found {fault}")
-    if faults:
-        log.warning("%s: left out %d rows that can't be used (first: %s)", path, len(faults), faults[0])
-    return rows
-
-
-def _question(line: str, suite: str, number: int) -> dict:
-    """A row up to its first user turn. Raises Drop when it has none."""
-    dialogue = parse_row(line, default_id=f"{suite}/{number}")
-    if not dialogue.messages:
-        raise Drop("no user turn")
-    first = next(i for i, message in enumerate(dialogue.messages) if message["role"] == "user")
-    row = json.loads(line)
-    # Benchmarks number their rows by names of their own.
-    id = next((str(row[key]) for key in ("id", "question_id", "task_id") if row.get(key) is not None), dialogue.id)
-    category = str(row.get("category") or dialogue.source or suite)
-    return {"id": id, "category": category, "messages": dialogue.messages[: first + 1]}
+    """First questions of a file; bad rows are left out with a warning, a file with nothing usable is an error."""
+    counts: Counter[str] = Counter()
+    questions = list(read_questions([path], counts))
+    if not questions:
+        raise UserError(f"{path}: expected rows with a user turn, found none ({describe(counts)})")
+    if counts:
+        log.warning("%s: left out rows that can't be used: %s", path, describe(counts))
+    return [{"id": q.id, "category": q.category or q.source or suite, "messages": q.messages} for q in questions]
