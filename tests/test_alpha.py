@@ -261,14 +261,14 @@ def test_rows_of_every_kind_and_bad_ones(tmp_path, verifier, caplog):
     )
     rows = read_suite(str(file))
     assert [(r["id"], r["category"], [m["content"] for m in r["messages"]]) for r in rows] == [
-        ("81", "x", ["first"]), ("mine/4", "mine", ["asked"]), ("mine/5", "mine", ["s", "said"]),
+        ("81", "x", ["first"]), ("mine:4", "mine", ["asked"]), ("mine:5", "mine", ["s", "said"]),
         ("7", "mine", ["one"]),
     ]  # fmt: skip
     text = verifier.tokenizer.decode(list(load_prompts(verifier, str(file))[2].input_ids))
     assert "system\ns<|im_end|>" in text and text.endswith("said<|im_end|>\n<|im_start|>assistant\n")
-    assert "left out 2 rows" in caplog.text
+    assert "1 malformed JSON" in caplog.text and "1 turns" in caplog.text
     file.write_text('{"text": 1}\n')
-    with pytest.raises(UserError, match="line 1"):
+    with pytest.raises(UserError, match="mine.jsonl"):
         load_prompts(verifier, str(file))
     with pytest.raises(UserError, match="nowhere"):
         load_prompts(verifier, "nowhere")
