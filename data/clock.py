@@ -26,7 +26,7 @@ class Limits:
 class Clock:
     """How far a run has come against its limits, and the rows and counts that are not yet in the log.
 
-    documents, tokens: dialogues and answer tokens, in the log or to be written.
+    documents, tokens: dialogues and answer tokens, in the log or to be written; *_before: of earlier runs.
     """
 
     def __init__(self, log: RoundLog, limits: Limits):
@@ -36,7 +36,7 @@ class Clock:
         self.rows: list[dict] = []
         self.counts: Counter[str] = Counter()
         self.documents, self.tokens = len(log.rows), sum(answer_tokens(row) for row in log.rows)
-        self.tokens_before = self.tokens
+        self.documents_before, self.tokens_before = self.documents, self.tokens
 
     def late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline - 1

@@ -137,9 +137,10 @@ class _Writer:
         self._settle()
 
     def progress(self) -> tuple[float, str]:
-        """(percent of the nearest limit, what there is)."""
-        clock, tokens = self.clock, self.clock.tokens_before + self.tokens
-        return round(100 * (clock.share_done() or 0)), f"{clock.documents:,} dialogues, {tokens:,} answer tokens"
+        """(percent of the nearest limit, what is finished, written or not)."""
+        clock = self.clock
+        dialogues, tokens = clock.documents_before + self.answered, clock.tokens_before + self.tokens
+        return round(100 * (clock.share_done() or 0)), f"{dialogues:,} dialogues, {tokens:,} answer tokens"
 
     def _more(self) -> bool:
         """Whether another prompt may be of use: the limits would not be met by what is on its way, nor is it late."""
