@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 96  # of a prompt that the verifier writes; longer ones are dropped
 MIN_PROMPT_TOKENS = 4
 BARREN = 6  # batches of prompts in a row without a usable one after which to give up
-RECENT = 256  # answers whose median time tells when no more prompts are begun
+RECENT = 256  # answers whose median time says how long one takes
+LATE = 0.5  # of that time: a prompt is begun while half an answer to it can still be had
 
 
 def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limits) -> RoundLog:
@@ -145,7 +146,11 @@ class _Writer:
     def _more(self) -> bool:
         """Whether another prompt may be of use: the limits would not be met by what is on its way, nor is it late."""
         clock, limits = self.clock, self.clock.limits
-        if clock.deadline is not None and self.seconds and clock.deadline - time.monotonic() < median(self.seconds):
+        if (
+            clock.deadline is not None
+            and self.seconds
+            and clock.deadline - time.monotonic() < LATE * median(self.seconds)
+        ):
             return False
         rows = [row for row in self.done.values() if isinstance(row, dict)]
         coming = self.number - self.next - len(self.done)

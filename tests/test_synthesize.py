@@ -119,8 +119,8 @@ def test_late_no_prompt_is_begun(verifier, tmp_path):
     writer = _Writer(verifier, SMALL, clock)
     requests = writer.requests()
     assert next(requests).id == "synthetic-0"
-    writer.seconds.extend([20.0, 20.0, 1.0])
-    assert next(requests) is None, "an answer would take longer than the time that is left"
+    writer.seconds.extend([40.0, 40.0, 1.0])
+    assert next(requests) is None, "half an answer would take longer than the time that is left"
     writer.seconds.extend([1.0] * 5)
     assert next(requests).id == "synthetic-1"
     words = verifier.tokenizer("What is the capital?", add_special_tokens=False)["input_ids"]
