@@ -1,4 +1,4 @@
-"""How long the verifier goes on writing, and what it says on the way."""
+"""How long the verifier goes on writing, what goes into the log when, and what is said on the way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from data.log import RoundLog
 
 logger = logging.getLogger(__name__)
 
+GROUP_ROWS, GROUP_SECONDS = 16, 20.0  # rows are written to the log when there are so many, or after so long
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -22,64 +24,69 @@ class Limits:
 
 
 class Clock:
-    """How far a run has come against its limits."""
+    """How far a run has come against its limits, and the rows and counts that are not yet in the log.
+
+    documents, tokens: dialogues and answer tokens, in the log or to be written; *_before: of earlier runs.
+    """
 
     def __init__(self, log: RoundLog, limits: Limits):
         self.log, self.limits = log, limits
-        self.began, self.last_lap = time.monotonic(), 0.0
+        self.start = self.began = time.monotonic()
         self.deadline = None if limits.seconds is None else self.began + limits.seconds - log.seconds
+        self.rows: list[dict] = []
+        self.counts: Counter[str] = Counter()
+        self.documents, self.tokens = len(log.rows), sum(answer_tokens(row) for row in log.rows)
+        self.documents_before, self.tokens_before = self.documents, self.tokens
 
     def late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline - 1
 
-    def share(self, part: float) -> float | None:
-        """The time at which `part` of what is left has gone."""
-        now = time.monotonic()
-        return None if self.deadline is None else now + part * (self.deadline - now)
-
-    def affordable(self, round_size: int) -> int:
-        """Prompts for the next round: fewer when the last round took longer than the time that is left."""
-        if self.deadline is None or not self.last_lap:
-            return round_size
-        return min(round_size, max(8, int(round_size * (self.deadline - time.monotonic()) / self.last_lap)))
-
-    def tokens(self) -> int:
-        """Answer tokens so far."""
-        return sum(_answer_tokens(row) for row in self.log.rows)
+    def full(self) -> bool:
+        """Whether there are as many dialogues or tokens as wanted."""
+        documents = self.limits.max_documents is not None and self.documents >= self.limits.max_documents
+        return documents or (self.limits.max_tokens is not None and self.tokens >= self.limits.max_tokens)
 
     def met(self) -> bool:
-        documents = self.limits.max_documents is not None and len(self.log.rows) >= self.limits.max_documents
-        tokens = self.limits.max_tokens is not None and self.tokens() >= self.limits.max_tokens
-        return documents or tokens or self.late()
+        return self.full() or self.late()
 
-    def fitting(self, rows: list[dict]) -> list[dict]:
-        """Rows up to the one that meets max_tokens."""
-        if self.limits.max_tokens is None:
-            return rows
-        total, kept = self.tokens(), []
-        for row in rows:
-            if total >= self.limits.max_tokens:
-                break
-            kept.append(row)
-            total += _answer_tokens(row)
-        return kept
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        self.documents += 1
+        self.tokens += answer_tokens(row)
 
-    def close_round(self, rows: list[dict], index: int, counts: Counter) -> None:
-        """Write the round to the log, with its seconds, and say how far the run has come."""
+    def due(self) -> bool:
+        """Whether it is time to write to the log."""
+        return len(self.rows) >= GROUP_ROWS or time.monotonic() - self.began >= GROUP_SECONDS or self.full()
+
+    def close(self, used: int) -> None:
+        """Write what there is to the log, with its seconds. used: the number of the first thing not dealt with.
+
+        Counts without a row wait for the next one.
+        """
+        if not self.rows:
+            return
         before, self.began = self.began, time.monotonic()
-        self.last_lap = self.began - before
-        self.log.append(rows, index, counts, self.last_lap)
-        rate = sum(_answer_tokens(row) for row in rows) / max(self.last_lap, 1e-9)
-        done = f"dialogues: {len(self.log.rows):,}, {self.tokens():,} answer tokens, {rate:,.0f} tokens/s"
-        share = self._share_done()
-        logger.info(done if share is None else f"{done}, {share:.0%} of the limit")
+        self.log.append(self.rows, used, self.counts, self.began - before)
+        self.rows, self.counts = [], Counter()
 
-    def _share_done(self) -> float | None:
+    def finish(self, used: int) -> RoundLog:
+        """Close for the last time; the counts that no row could carry are in the log's for this process alone."""
+        self.close(used)
+        self.log.counts.update(self.counts)
+        if self.tokens > self.tokens_before:
+            rate = (self.tokens - self.tokens_before) / max(time.monotonic() - self.start, 1e-9)
+            share = self.share_done()
+            tail = "" if share is None else f", {share:.0%} of the limit"
+            logger.info(f"dialogues: {self.documents:,}, {self.tokens:,} answer tokens, {rate:,.0f} tokens/s{tail}")
+        return self.log
+
+    def share_done(self) -> float | None:
         """Of the limit that is nearest; None without limits."""
-        pairs = [(len(self.log.rows), self.limits.max_documents), (self.tokens(), self.limits.max_tokens)]
-        pairs.append((self.log.seconds, self.limits.seconds))
+        seconds = self.log.seconds + time.monotonic() - self.began
+        pairs = [(self.documents, self.limits.max_documents), (self.tokens, self.limits.max_tokens)]
+        pairs.append((seconds, self.limits.seconds))
         return max((min(1.0, done / limit) for done, limit in pairs if limit), default=None)
 
 
-def _answer_tokens(row: dict) -> int:
+def answer_tokens(row: dict) -> int:
     return sum(end - start for start, end in row["spans"])

@@ -1,4 +1,4 @@
-"""An append-only JSONL file written in rounds: a killed run leaves whole rounds and continues after them."""
+"""An append-only JSONL file written in groups of rows: a killed run leaves whole groups and continues after them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import os
 from collections import Counter
 from pathlib import Path
 
-CLOSES = "round_closes"  # the key of a round's last row: {"counts": {...}, "seconds": s}
+CLOSES = "round_closes"  # the key of a group's last row: {"used": n, "counts": {...}, "seconds": s}
 
 
 class RoundLog:
-    """Rows of `path`, in rounds. The last row of each round carries the round's counts and seconds under `CLOSES`.
+    """Rows of `path`, in groups. The last row of each group carries the group's counts and seconds under `CLOSES`.
 
-    On opening, everything after the last closed round (a half-written line, a half-written round) is cut off.
+    On opening, everything after the last closed group (a half-written line, a half-written group) is cut off.
 
-    rows:    what is in the file.   rounds: how many rounds were closed, also those that wrote nothing.
-    counts, seconds: sums over the closed rounds.
+    rows: what is in the file.   used: the numbers 0 .. used - 1 (of prompts, of given dialogues) are dealt with.
+    counts, seconds: sums over the closed groups.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.rows: list[dict] = []
-        self.rounds, self.seconds = 0, 0.0
+        self.used, self.seconds = 0, 0.0
         self.counts: Counter[str] = Counter()
         path.touch()
         good, offset, pending = 0, 0, []
@@ -47,11 +47,11 @@ class RoundLog:
         """Whether anything was written."""
         return path.is_file() and path.stat().st_size > 0
 
-    def append(self, rows: list[dict], round_index: int, counts: Counter, seconds: float) -> None:
-        """Write one round (not empty) and make it last."""
-        assert rows, "a round that wrote nothing is left to the next one's counts"
+    def append(self, rows: list[dict], used: int, counts: Counter, seconds: float) -> None:
+        """Write one group (not empty) and make it last."""
+        assert rows, "counts without a row are left to the next group"
         counts = {name: count for name, count in counts.items() if count}
-        rows[-1] = rows[-1] | {CLOSES: {"round": round_index, "counts": counts, "seconds": round(seconds, 3)}}
+        rows[-1] = rows[-1] | {CLOSES: {"used": used, "counts": counts, "seconds": round(seconds, 3)}}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             stream.flush()
@@ -61,6 +61,6 @@ class RoundLog:
     def _closed(self, rows: list[dict]) -> None:
         closes = rows[-1][CLOSES]
         self.rows += rows
-        self.rounds = closes["round"] + 1
+        self.used = closes["used"]
         self.seconds += closes["seconds"]
         self.counts.update(closes["counts"])

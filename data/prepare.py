@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UserError
 from conf.paths import cache_dir
+from data.answers import Sampling
+from data.clock import Limits
 from data.documents import Document, content_hash, describe, split
 from data.files import key_of, only_writer, read_json, write_json
 from data.log import RoundLog
 from data.progress import progress_bar
+from data.regenerate import regenerate
 from data.sources import Dialogue, files_hash, parse_row, read_dialogues, resolve
-from data.synthesize import Limits, Sampling, regenerate, synthesize
+from data.synthesize import synthesize
 from data.tokens import tokenize
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of the dialogues' folders; raise it when what the same settings give changes
+FORMAT = 2  # of the dialogues' folders; raise it when what the same settings give changes
 ANSWERS = ("regenerate", "given")
 
 
@@ -96,7 +99,7 @@ def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
         "max_length": cfg.max_length,
     }
     if needs_verifier(cfg):
-        # dtype changes near-ties, so the text; batch size, only the size of rounds.
+        # dtype changes near-ties, so the text; batch size, only which dialogues time leaves out.
         settings |= {"sampling": asdict(_sampling(cfg)), "dtype": str(verifier.dtype)}
     folder = cache_dir("dialogues", key_of(settings)[:16])
     if not (folder / "settings.json").exists():
@@ -124,7 +127,7 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path) -> RoundLog
         if not rows.rows:
             found = describe(rows.counts + bad) or "nothing was dropped"
             raise UserError(f"expected dialogues from {verifier.name}, none was finished ({found}); raise data.minutes")
-        write_json(state, {"rows": len(rows.rows), "rounds": rows.rounds, "seconds": rows.seconds, "bad rows": bad})
+        write_json(state, {"rows": len(rows.rows), "used": rows.used, "seconds": rows.seconds, "bad rows": bad})
     rows.counts.update(bad)
     return rows
 

@@ -1,54 +1,42 @@
-"""Dialogues in the verifier's own words: it writes prompts and answers (`synthesize`), or answers given prompts
-(`regenerate`). Prompt writing is the Magpie idea (2406.08464): after the template's user header, an aligned model
-continues with a user's prompt.
+"""Dialogues in the verifier's own words: it writes prompts and answers, both in one continuous batch.
 
-Both write rounds to an append-only file, so a kill loses one round at most and a rerun continues with what an
-uninterrupted run would have written. Generated ids are kept: text that is tokenised again can differ from what the
-verifier said.
+Prompt writing is the Magpie idea (2406.08464): after the template's user header, an aligned model continues with a
+user's prompt. A prompt that is usable goes back to the front of the queue as a request for its answer.
+
+Prompts are numbered, and everything is decided in the order of their numbers (which of two equal prompts counts, which
+dialogues a limit leaves out, what the append-only file has), whatever finished first: so a kill loses what is on its
+way, and a rerun continues with what an uninterrupted run would have written.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from conf.errors import UserError
-from data.clock import Clock, Limits
+from data.answers import Growing, Sampling, begin, grow, request_of, to_row
+from data.clock import Clock, Limits, answer_tokens
 from data.documents import Drop, describe
-from data.generate import MIN_CUT, Generation, Request, generate
+from data.generate import Generation, Request, generate
 from data.log import RoundLog
+from data.progress import Meter
 from data.sources import Dialogue
-from data.tokens import next_turn_ids, prompt_ids
+from data.tokens import prompt_ids
 from models.chat import user_end_ids, user_header_ids
 
 if TYPE_CHECKING:
     from models.verifier import Verifier
 
-PROMPT_TOKENS = 64  # of a prompt that the verifier writes; longer ones are dropped
+PROMPT_TOKENS = 96  # of a prompt that the verifier writes; longer ones are dropped
 MIN_PROMPT_TOKENS = 4
-PROMPT_SHARE = 0.4  # of the time that is left, at most, for a round's prompts: they are worth nothing unanswered
-EMPTY_ROUNDS = 3  # rounds without one usable prompt after which to give up
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the verifier writes."""
-
-    max_new_tokens: int = 192
-    max_length: int = 2048
-    temperature: float = 0.0
-    prompt_temperature: float = 1.0
-    batch_size: int = 64
-    seed: int = 0
-
-    @property
-    def round_size(self) -> int:
-        """Twice the batch: half of a round keeps the batch full, and a kill loses about a minute."""
-        return 2 * self.batch_size
+BARREN = 6  # batches of prompts in a row without a usable one after which to give up
+RECENT = 256  # answers whose median time says how long one takes
+LATE = 0.5  # of that time: a prompt is begun while half an answer to it can still be had
 
 
 def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limits) -> RoundLog:
@@ -59,104 +47,154 @@ def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limit
     if limits == Limits():
         raise UserError("expected a bound for synthesis, found none: set data.max_documents, max_tokens or minutes")
     log = RoundLog(path)
-    seen = {row["conversations"][0]["content"] for row in log.rows}
-    pending, empty, index = Counter(), 0, log.rounds
     clock = Clock(log, limits)
-    while not clock.met():
-        number = clock.affordable(sampling.round_size)
-        prompts = _write_prompts(verifier, sampling, index, number, clock.share(PROMPT_SHARE), seen, pending)
-        if limits.max_documents is not None:
-            prompts = dict(itertools.islice(prompts.items(), limits.max_documents - len(log.rows)))
-        named = {
-            name: Dialogue(name, "synthetic", [{"role": "user", "content": text}]) for name, text in prompts.items()
-        }
-        rows = _answer(verifier, named, sampling, clock.deadline, pending)
-        empty = 0 if rows else empty + 1
-        if empty == EMPTY_ROUNDS and not clock.late():
-            reasons = describe(pending) or "they were all seen before"
-            raise UserError(f"{verifier.name} writes no usable prompts ({reasons}); give prompts with data.path=FILE")
-        if rows := clock.fitting(rows):
-            clock.close_round(rows, index, pending)
-            pending = Counter()
-        index += 1
-    log.counts.update(pending)
-    return log
-
-
-def regenerate(
-    verifier: Verifier, dialogues: Iterable[Dialogue], path: Path, sampling: Sampling, limits: Limits
-) -> RoundLog:
-    """Answer the user turns of `dialogues` with the verifier, in order, and write them to `path`.
-
-    Every assistant turn is generated, one after another, each seeing the verifier's earlier answers as they were
-    generated; an answer cut by a limit ends its dialogue. Answers in the file are dropped.
-    """
-    log, pending = RoundLog(path), Counter()
-    clock = Clock(log, limits)
-    source = iter(dialogues)
-    for index in itertools.count():
-        chunk = list(itertools.islice(source, sampling.round_size))
-        if not chunk or clock.met():
-            break
-        if index < log.rounds:
-            continue  # done by an earlier run
-        if limits.max_documents is not None:
-            chunk = chunk[: limits.max_documents - len(log.rows)]
-        # Named by place in the source: ids of a file need not be unique, and batch size must not matter.
-        named = {str(index * sampling.round_size + n): dialogue for n, dialogue in enumerate(chunk)}
-        rows = clock.fitting(_answer(verifier, named, sampling, clock.deadline, pending))
-        if rows:
-            clock.close_round(rows, index, pending)
-            pending = Counter()
-    log.counts.update(pending)
-    return log
-
-
-def _write_prompts(
-    verifier: Verifier,
-    sampling: Sampling,
-    index: int,
-    count: int,
-    deadline: float | None,
-    seen: set[str],
-    counts: Counter,
-) -> dict[str, str]:
-    """Name -> text of the usable ones of `count` prompts of round `index`.
-
-    `seen` grows, and `counts` says why others were not usable.
-    """
-    tokenizer = verifier.tokenizer
-    header, ends = user_header_ids(tokenizer), set(user_end_ids(tokenizer)) | set(verifier.eos_ids)
-    first = index * sampling.round_size
-    requests = [Request(f"synthetic-{first + number}", header) for number in range(count)]
+    writer = _Writer(verifier, sampling, clock)
+    if clock.met():
+        return clock.finish(writer.next)
     written = generate(
         verifier,
-        requests,
-        max_new_tokens=PROMPT_TOKENS,
-        temperature=sampling.prompt_temperature,
+        writer.requests(),
+        max_new_tokens=max(PROMPT_TOKENS, sampling.max_new_tokens),
         batch_size=sampling.batch_size,
         seed=sampling.seed,
-        deadline=deadline,
-        stop_ids=sorted(ends),
-        label=f"prompts, round {index + 1}",
+        deadline=clock.deadline,
+        capacity=writer.capacity,
+        meter=Meter("dialogues, % of the limit", 100, writer.progress),
     )
-    outputs = {generation.id: generation for generation in written}
-    special, usable = set(tokenizer.all_special_ids), {}
-    for request in requests:
-        try:
-            text = _prompt_text(tokenizer, outputs.get(request.id), special)
-            if text in seen:
-                raise Drop("duplicate prompt")
-        except Drop as drop:
-            counts[str(drop)] += 1
-            continue
-        seen.add(text)
-        usable[request.id] = text
-    return usable
+    with closing(written):
+        for generation in written:
+            writer.take(generation)
+            if clock.full():
+                break
+    writer.give_up()
+    return clock.finish(writer.next)
 
 
-def _prompt_text(tokenizer, generation: Generation | None, special: set[int]) -> str:
-    if generation is None or generation.finish_reason == "cut":
+class _Writer:
+    """The requests for prompts and answers, and what becomes of them.
+
+    number: of the next prompt to ask for.   next: of the first prompt whose fate is not yet counted or written.
+    done:   number -> row, or why there is none; it waits here for lower numbers.
+    """
+
+    def __init__(self, verifier: Verifier, sampling: Sampling, clock: Clock):
+        self.verifier, self.sampling, self.clock = verifier, sampling, clock
+        tokenizer = verifier.tokenizer
+        self.header, self.special = user_header_ids(tokenizer), set(tokenizer.all_special_ids)
+        self.ends = frozenset(user_end_ids(tokenizer)) | frozenset(verifier.eos_ids)
+        bare = len(prompt_ids(tokenizer, [{"role": "user", "content": "?"}]))
+        self.longest = min(bare + PROMPT_TOKENS, sampling.max_length)  # ids before an answer
+        answered = min(self.longest + sampling.max_new_tokens, sampling.max_length)
+        self.capacity = max(len(self.header) + PROMPT_TOKENS, answered)
+        self.number = self.next = clock.log.used
+        self.first = {row["conversations"][0]["content"]: -1 for row in clock.log.rows}  # text -> lowest number
+        self.ready: deque[Request] = deque()  # answers, to be begun before any prompt
+        self.prompts: dict[str, int] = {}
+        self.answers: dict[str, tuple[int, Growing]] = {}
+        self.begun: dict[str, float] = {}
+        self.done: dict[int, dict | str] = {}
+        self.seconds: deque[float] = deque(maxlen=RECENT)  # that the last answers took
+        self.answered, self.tokens, self.barren = 0, 0, 0  # answers and their tokens in this run; prompts for nothing
+
+    def requests(self) -> Iterator[Request | None]:
+        """What to write next, without end; None: nothing until something else is finished."""
+        while True:
+            if self.ready:
+                request = self.ready.popleft()
+                self.begun[request.id] = time.monotonic()
+                yield request
+            elif self._more():
+                name = f"synthetic-{self.number}"
+                self.prompts[name] = self.number
+                self.number += 1
+                yield Request(name, self.header, PROMPT_TOKENS, self.sampling.prompt_temperature, self.ends)
+            else:
+                yield None
+
+    def take(self, generation: Generation) -> None:
+        """A finished prompt or answer."""
+        if generation.id in self.prompts:
+            number = self.prompts.pop(generation.id)
+            try:
+                self._ask(number, generation)
+            except Drop as drop:
+                self.done[number] = str(drop)
+        else:
+            number, item = self.answers.pop(generation.id)
+            self.seconds.append(time.monotonic() - self.begun.pop(generation.id))
+            grow(self.verifier, item, generation, self.sampling, Counter())
+            self.done[number] = row = to_row(item)
+            self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
+        self._settle()
+        if self.barren >= BARREN * self.sampling.batch_size and not self.clock.late():
+            reasons = describe(self.clock.counts)
+            raise UserError(f"{self.verifier.name} writes no usable prompts ({reasons}); give prompts: data.path=FILE")
+
+    def give_up(self) -> None:
+        """The deadline came, or a limit is met: what is still on its way comes to nothing."""
+        self.done |= dict.fromkeys(self.prompts.values(), "prompt unfinished at the deadline")
+        unfinished = (number for number, _ in self.answers.values())
+        self.done |= dict.fromkeys(unfinished, "answer not begun at the deadline")
+        self._settle()
+
+    def progress(self) -> tuple[float, str]:
+        """(percent of the nearest limit, what is finished, written or not)."""
+        clock = self.clock
+        dialogues, tokens = clock.documents_before + self.answered, clock.tokens_before + self.tokens
+        return round(100 * (clock.share_done() or 0)), f"{dialogues:,} dialogues, {tokens:,} answer tokens"
+
+    def _more(self) -> bool:
+        """Whether another prompt may be of use: the limits would not be met by what is on its way, nor is it late."""
+        clock, limits = self.clock, self.clock.limits
+        if (
+            clock.deadline is not None
+            and self.seconds
+            and clock.deadline - time.monotonic() < LATE * median(self.seconds)
+        ):
+            return False
+        rows = [row for row in self.done.values() if isinstance(row, dict)]
+        coming = self.number - self.next - len(self.done)
+        if limits.max_documents is not None and clock.documents + len(rows) + coming >= limits.max_documents:
+            return False
+        usual = self.tokens / self.answered if self.answered else self.sampling.max_new_tokens
+        tokens = clock.tokens + sum(map(answer_tokens, rows)) + coming * usual
+        return limits.max_tokens is None or tokens < limits.max_tokens
+
+    def _ask(self, number: int, generation: Generation) -> None:
+        """Put the answer to a finished prompt into the queue; raises Drop."""
+        text = _prompt_text(self.verifier.tokenizer, generation, self.special)
+        name = generation.id
+        dialogue = Dialogue(name, "synthetic", [{"role": "user", "content": text}])
+        item = begin(self.verifier, name, dialogue, self.sampling)
+        if len(item.ids) > self.longest:  # text that takes more tokens than it was written with
+            raise Drop("prompt too long")
+        if self.first.get(text, number) < number:
+            raise Drop("duplicate prompt")
+        self.first[text] = number
+        request = request_of(item, self.sampling)
+        self.answers[request.id] = number, item
+        self.ready.append(request)
+
+    def _settle(self) -> None:
+        """Hand on what is done, in the order of the numbers."""
+        clock = self.clock
+        while self.next in self.done and not clock.full():
+            found = self.done.pop(self.next)
+            if isinstance(found, dict) and self.first[found["conversations"][0]["content"]] != self.next:
+                found = "duplicate prompt"  # of a lower number that was written later
+            if isinstance(found, dict):
+                clock.add(found)
+                self.barren = 0
+            else:
+                clock.counts[found] += 1
+                self.barren += 1
+            self.next += 1
+            if clock.due():
+                clock.close(self.next)
+
+
+def _prompt_text(tokenizer, generation: Generation, special: set[int]) -> str:
+    if generation.finish_reason == "cut":
         raise Drop("prompt unfinished at the deadline")
     if generation.finish_reason == "length":
         raise Drop("prompt too long")
@@ -169,105 +207,3 @@ def _prompt_text(tokenizer, generation: Generation | None, special: set[int]) ->
     if len(ids) < MIN_PROMPT_TOKENS:
         raise Drop("prompt too short")
     return text
-
-
-@dataclass
-class _Growing:
-    """A dialogue on its way: ids and spans so far, and the user turns that the verifier has still to see."""
-
-    name: str
-    dialogue: Dialogue
-    messages: list[dict[str, str]]
-    ids: list[int]
-    spans: list[tuple[int, int]]
-    waiting: list[dict[str, str]]
-    finish_reason: str = ""
-    open: bool = True  # an answer is to come
-
-
-def _answer(
-    verifier: Verifier, named: dict[str, Dialogue], sampling: Sampling, deadline: float | None, counts: Counter
-) -> list[dict]:
-    """One row per dialogue with at least one answer, in the dialogues' order."""
-    growing = []
-    for name, dialogue in named.items():
-        try:
-            growing.append(_begin(verifier, name, dialogue, sampling))
-        except Drop as drop:
-            counts[str(drop)] += 1
-    active, turn = growing, 0
-    while active:
-        requests = [
-            Request(f"{item.name}-answer-{turn}", item.ids, sampling.max_length - len(item.ids)) for item in active
-        ]
-        written = generate(
-            verifier,
-            requests,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            batch_size=sampling.batch_size,
-            seed=sampling.seed,
-            deadline=deadline,
-            label="answers" if not turn else f"answers, turn {turn + 1}",
-        )
-        outputs = {generation.id: generation for generation in written}
-        for item, request in zip(active, requests, strict=True):
-            _grow(verifier, item, outputs.get(request.id), sampling, counts)
-        active, turn = [item for item in active if item.open], turn + 1
-    return [_row(item) for item in growing if item.spans]
-
-
-def _begin(verifier: Verifier, name: str, dialogue: Dialogue, sampling: Sampling) -> _Growing:
-    users = [index for index, message in enumerate(dialogue.messages) if message["role"] == "user"]
-    if not users:
-        raise Drop("no user turn to answer")
-    messages = [m for m in dialogue.messages[: users[0] + 1] if m["role"] != "assistant"]
-    ids = prompt_ids(verifier.tokenizer, messages)
-    if len(ids) + MIN_CUT > sampling.max_length:
-        raise Drop("prompt beyond max_length")
-    return _Growing(name, dialogue, messages, ids, [], [dialogue.messages[index] for index in users[1:]])
-
-
-def _grow(
-    verifier: Verifier, item: _Growing, generation: Generation | None, sampling: Sampling, counts: Counter
-) -> None:
-    """Add an answer, and the next user turn when there is one and room for it."""
-    item.open = False
-    if generation is None:
-        counts["answer not begun at the deadline"] += 1
-        if item.spans:  # the question that was to be answered goes
-            item.ids = item.ids[: item.spans[-1][1]]
-            item.messages.pop()
-        return
-    start, item.finish_reason = len(item.ids), generation.finish_reason
-    item.ids = item.ids + generation.output_ids
-    item.spans.append((start, len(item.ids)))
-    stopped = generation.finish_reason == "stop"
-    text = verifier.tokenizer.decode(generation.output_ids[:-1] if stopped else generation.output_ids)
-    item.messages.append({"role": "assistant", "content": text})
-    if not item.waiting:
-        return
-    try:
-        if not stopped:
-            raise Drop("dialogue ended early: an answer met its limit")
-        question = item.waiting.pop(0)
-        ids = item.ids + next_turn_ids(verifier, [*item.messages, question])
-        if len(ids) + MIN_CUT > sampling.max_length:
-            raise Drop("dialogue ended early: max_length")
-    except Drop as drop:
-        counts[str(drop)] += 1
-        return
-    item.ids, item.open = ids, True
-    item.messages.append(question)
-
-
-def _row(item: _Growing) -> dict:
-    return {
-        "id": item.dialogue.id,
-        "source": item.dialogue.source,
-        "conversations": item.messages,
-        "input_ids": item.ids,
-        "answer_start": item.spans[0][0],
-        "spans": item.spans,
-        "finish_reason": item.finish_reason,
-    }

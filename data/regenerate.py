@@ -1,0 +1,76 @@
+"""Given prompts, answered by the verifier: rounds of dialogues, the file appended after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.answers import Sampling, begin, grow, request_of, to_row
+from data.clock import Clock, Limits
+from data.documents import Drop
+from data.generate import generate
+from data.log import RoundLog
+from data.progress import Meter
+from data.sources import Dialogue
+
+if TYPE_CHECKING:
+    from models.verifier import Verifier
+
+ROUND = 2  # dialogues of a round, in batches: half of a round keeps the batch full, and a kill loses about a minute
+
+
+def regenerate(
+    verifier: Verifier, dialogues: Iterable[Dialogue], path: Path, sampling: Sampling, limits: Limits
+) -> RoundLog:
+    """Answer the user turns of `dialogues` with the verifier, in order, and write them to `path`.
+
+    Every assistant turn is generated, one after another, each seeing the verifier's earlier answers as they were
+    generated; an answer cut by a limit ends its dialogue. Answers in the file are dropped. A kill loses one round at
+    most, and a rerun continues with what an uninterrupted run would have written.
+    """
+    log = RoundLog(path)
+    clock, used = Clock(log, limits), log.used
+    source = islice(dialogues, used, None)
+    while not clock.met():
+        size = ROUND * sampling.batch_size
+        if limits.max_documents is not None:
+            size = min(size, limits.max_documents - clock.documents)
+        # Named by place in the source: ids of a file need not be unique, and batch size must not matter.
+        named = {str(used + n): dialogue for n, dialogue in enumerate(islice(source, size))}
+        if not named:
+            break
+        used += len(named)
+        for row in _answer(verifier, named, sampling, clock):
+            if not clock.full():
+                clock.add(row)
+        clock.close(used)
+    return clock.finish(used)
+
+
+def _answer(verifier: Verifier, named: dict[str, Dialogue], sampling: Sampling, clock: Clock) -> list[dict]:
+    """One row per dialogue with at least one answer, in the dialogues' order."""
+    growing = []
+    for name, dialogue in named.items():
+        try:
+            growing.append(begin(verifier, name, dialogue, sampling))
+        except Drop as drop:
+            clock.counts[str(drop)] += 1
+    active, turn = growing, 0
+    while active:
+        requests = [request_of(item, sampling) for item in active]
+        written = generate(
+            verifier,
+            requests,
+            max_new_tokens=sampling.max_new_tokens,
+            batch_size=sampling.batch_size,
+            seed=sampling.seed,
+            deadline=clock.deadline,
+            meter=Meter("answers" if not turn else f"answers, turn {turn + 1}", len(requests)),
+        )
+        outputs = {generation.id: generation for generation in written}
+        for item, request in zip(active, requests, strict=True):
+            grow(verifier, item, outputs.get(request.id), sampling, clock.counts)
+        active, turn = [item for item in active if item.open], turn + 1
+    return [to_row(item) for item in growing if item.spans]

@@ -1,0 +1,224 @@
+"""Synthesis and regeneration keep ids, stop in time, keep the batch full, and resume exactly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_writer import plain_argmax, tiny_writer
+
+from conf.errors import UserError
+from data.answers import Sampling
+from data.clock import Clock, Limits
+from data.generate import Generation
+from data.log import CLOSES, RoundLog
+from data.regenerate import regenerate
+from data.sources import Dialogue, parse_row
+from data.synthesize import _Writer, synthesize
+from data.tokens import prompt_ids, to_document
+
+ROOT = Path(__file__).parent.parent
+SMALL = Sampling(max_new_tokens=12, max_length=256, batch_size=4, seed=3)
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return tiny_writer(end=5.0)
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr("data.clock.GROUP_ROWS", 3)
+
+
+def content(rows):
+    return [{name: value for name, value in row.items() if name != CLOSES} for row in json.loads(json.dumps(rows))]
+
+
+def test_synthesis_writes_what_the_verifier_says(verifier, tmp_path):
+    log = synthesize(verifier, tmp_path / "d.jsonl", SMALL, Limits(max_documents=10))
+    assert len(log.rows) == 10
+    texts = [row["conversations"][0]["content"] for row in log.rows]
+    assert len(set(texts)) == 10
+    for row in log.rows[:5]:
+        start = row["answer_start"]
+        assert row["input_ids"][:start] == prompt_ids(verifier.tokenizer, row["conversations"][:1])
+        assert row["input_ids"][start:] == plain_argmax(verifier, row["input_ids"][:start], SMALL.max_new_tokens)
+        assert row["finish_reason"] == ("stop" if row["input_ids"][-1] in verifier.eos_ids else "length")
+        if len(row["input_ids"]) - start > 1:
+            assert to_document(parse_row(json.dumps(row), "x"), verifier).input_ids == row["input_ids"]
+
+
+def test_synthesis_resumes_after_a_cut_at_any_byte(verifier, tmp_path):
+    path = tmp_path / "d.jsonl"
+    whole = synthesize(verifier, path, SMALL, Limits(max_documents=10))
+    data = path.read_bytes()
+    for size in (100, len(data) - 1):
+        path.write_bytes(data[:size])
+        kept = RoundLog(path)
+        assert path.stat().st_size <= size and (not kept.rows or CLOSES in kept.rows[-1])
+        again = synthesize(verifier, path, SMALL, Limits(max_documents=10))
+        assert content(again.rows) == content(whole.rows) and again.counts == whole.counts
+    more = synthesize(verifier, path, SMALL, Limits(max_documents=12))
+    assert content(more.rows)[:10] == content(whole.rows) and len(more.rows) == 12
+
+
+def test_batch_size_changes_no_text(verifier, tmp_path):
+    warm = replace(SMALL, temperature=1.0)
+    small = synthesize(verifier, tmp_path / "a.jsonl", warm, Limits(max_documents=6))
+    large = synthesize(verifier, tmp_path / "b.jsonl", replace(warm, batch_size=8), Limits(max_documents=6))
+    assert content(small.rows) == content(large.rows)
+
+
+def test_synthesis_stops_at_tokens_and_at_time(verifier, tmp_path):
+    log = synthesize(verifier, tmp_path / "a.jsonl", SMALL, Limits(max_tokens=40))
+    tokens = [row["spans"][0][1] - row["spans"][0][0] for row in log.rows]
+    assert sum(tokens[:-1]) < 40 <= sum(tokens)
+    began = time.monotonic()
+    log = synthesize(verifier, tmp_path / "b.jsonl", SMALL, Limits(seconds=2))
+    assert time.monotonic() - began < 6 and log.rows
+    began = time.monotonic()
+    again = synthesize(verifier, tmp_path / "b.jsonl", SMALL, Limits(seconds=max(1.0, log.seconds)))
+    assert time.monotonic() - began < 2 and len(again.rows) == len(log.rows), "time of earlier runs counts"
+    with pytest.raises(UserError, match="expected a bound"):
+        synthesize(verifier, tmp_path / "c.jsonl", SMALL, Limits())
+
+
+def test_the_end_and_the_way_there_are_logged(verifier, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("data.progress.LOG_EVERY", 0.0)
+    with caplog.at_level("INFO", logger="data"):
+        synthesize(verifier, tmp_path / "d.jsonl", SMALL, Limits(max_documents=10))
+    *lines, last = [record.message for record in caplog.records]
+    assert last.startswith("dialogues: 10, ") and last.endswith("100% of the limit")
+    assert len(lines) > 5 and all("answer tokens, " in line and " live" in line for line in lines)
+
+
+def test_the_batch_stays_full_and_nothing_is_written_in_vain(verifier, tmp_path, monkeypatch):
+    sizes, decode = [], type(verifier).decode
+
+    def recorded(self, cache, tokens_BT, **options):
+        if tokens_BT.shape[1] == 1:
+            sizes.append(len(tokens_BT))
+        return decode(self, cache, tokens_BT, **options)
+
+    monkeypatch.setattr(type(verifier), "decode", recorded)
+    wide = replace(SMALL, batch_size=16)
+    log = synthesize(verifier, tmp_path / "d.jsonl", wide, Limits(max_documents=60))
+    assert len(log.rows) == 60 and log.used == 60 + log.counts.total()
+    steady = sizes[: len(sizes) // 2]  # later, the last of the sixty are awaited
+    assert max(sizes) == 16 and sum(steady) / len(steady) > 14
+
+
+def test_late_no_prompt_is_begun(verifier, tmp_path):
+    clock = Clock(RoundLog(tmp_path / "d.jsonl"), Limits(seconds=10))
+    writer = _Writer(verifier, SMALL, clock)
+    requests = writer.requests()
+    assert next(requests).id == "synthetic-0"
+    writer.seconds.extend([40.0, 40.0, 1.0])
+    assert next(requests) is None, "half an answer would take longer than the time that is left"
+    writer.seconds.extend([1.0] * 5)
+    assert next(requests).id == "synthetic-1"
+    words = verifier.tokenizer("What is the capital?", add_special_tokens=False)["input_ids"]
+    end = verifier.eos_ids[0]
+    writer.take(Generation("synthetic-1", [*words, end], "stop"))
+    assert next(requests).id == "synthetic-1-answer-0", "answers come first"
+    writer.take(Generation("synthetic-1-answer-0", [5, 6, end], "stop"))
+    assert not clock.rows and writer.next == 0, "number 0 is still on its way"
+    writer.take(Generation("synthetic-0", [*words, end], "stop"))  # the same prompt, and the lower number counts
+    assert next(requests).id == "synthetic-0-answer-0"
+    writer.take(Generation("synthetic-0-answer-0", [7, 8, end], "stop"))
+    assert [row["id"] for row in clock.rows] == ["synthetic-0"]
+    assert writer.next == 2 and clock.counts == {"duplicate prompt": 1}
+
+
+def test_a_verifier_that_never_ends_a_prompt(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.synthesize.PROMPT_TOKENS", 8)
+    mute = tiny_writer(end=0.0)
+    with pytest.raises(UserError, match="no usable prompts .*prompt too long"):
+        synthesize(mute, tmp_path / "d.jsonl", SMALL, Limits(max_documents=2))
+
+
+CHILD = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from test_synthesize import SMALL, Limits, synthesize, tiny_writer
+print("ready", flush=True)
+synthesize(tiny_writer(end=5.0), Path({path!r}), SMALL, Limits(max_documents=400))
+"""
+
+
+def test_a_killed_run_loses_what_was_on_its_way(verifier, tmp_path):
+    path = tmp_path / "d.jsonl"
+    code = CHILD.format(root=str(ROOT), tests=str(ROOT / "tests"), path=str(path))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout.readline() == b"ready\n"
+        for _ in range(3000):
+            if path.exists() and path.stat().st_size > 1500:
+                break
+            time.sleep(0.02)
+        os.kill(child.pid, signal.SIGKILL)
+    kept = len(RoundLog(path).rows)
+    assert kept >= 2
+    resumed = synthesize(verifier, path, SMALL, Limits(max_documents=kept + 4))
+    whole = synthesize(verifier, tmp_path / "whole.jsonl", SMALL, Limits(max_documents=kept + 4))
+    assert content(resumed.rows) == content(whole.rows)
+
+
+# Regeneration
+
+
+def turns(*texts):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_regeneration_answers_turn_after_turn(tmp_path):
+    verifier = tiny_writer(end=8.0)  # short answers: dialogues go on
+    dialogues = [
+        Dialogue("same", "s", turns("The quick brown fox", "old answer", "What is the capital?")),
+        Dialogue("same", "s", turns("How many apples?", "old", "And then?", "old", "Why?", "old")),
+        Dialogue("c", "s", [{"role": "system", "content": "Be brief."}, *turns("Hi there")]),
+        Dialogue("d", "s", turns("word " * 300)),
+        Dialogue("e", "s", [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]),
+    ]
+    log = regenerate(verifier, dialogues, tmp_path / "d.jsonl", SMALL, Limits())
+    assert log.counts["prompt beyond max_length"] == 1 and len(log.rows) == 4
+    assert "old" not in json.dumps(log.rows)
+    answers = 0
+    for row in log.rows:
+        for start, end in row["spans"]:
+            ids = row["input_ids"]
+            assert ids[start:end] == plain_argmax(verifier, ids[:start], SMALL.max_new_tokens)
+            answers += 1
+        assert row["conversations"][-1]["role"] == "assistant" and row["spans"][-1][1] == len(row["input_ids"])
+    assert answers > len(log.rows), "a second answer should be seen"
+    short = regenerate(tiny_writer(end=0.0), dialogues[:2], tmp_path / "e.jsonl", SMALL, Limits())
+    assert short.counts["dialogue ended early: an answer met its limit"] == 2
+    assert all(row["conversations"][-1]["role"] == "assistant" for row in short.rows)
+
+
+def test_regeneration_resumes_and_honours_limits(verifier, tmp_path):
+    dialogues = [Dialogue(str(i), "s", turns(f"question {i}")) for i in range(20)]
+    whole = regenerate(verifier, iter(dialogues), tmp_path / "a.jsonl", SMALL, Limits())
+    path = tmp_path / "b.jsonl"
+    path.write_bytes((tmp_path / "a.jsonl").read_bytes()[:-200])
+    assert 0 < len(RoundLog(path).rows) < 20
+    assert content(regenerate(verifier, iter(dialogues), path, SMALL, Limits()).rows) == content(whole.rows)
+    few = regenerate(verifier, iter(dialogues), tmp_path / "c.jsonl", SMALL, Limits(max_documents=5))
+    assert content(few.rows) == content(whole.rows)[:5]
+
+
+def test_regeneration_fills_up_after_drops(verifier, tmp_path):
+    usable = [Dialogue(str(i), "s", turns(f"question {i}")) for i in range(9)]
+    long = Dialogue("long", "s", turns("word " * 300))
+    mixed = [dialogue for one in usable for dialogue in (one, long)]
+    log = regenerate(verifier, mixed, tmp_path / "a.jsonl", SMALL, Limits(max_documents=6))
+    assert [row["id"] for row in log.rows] == [str(i) for i in range(6)], "no dialogue is passed over"
