@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from conf.errors import UserError
 from data.documents import Document
@@ -18,9 +17,8 @@ from eval.prompts import Prompt, document_prompts, load_prompts, read_suite, spa
 from eval.speculative.drafter import HeadDrafter, PromptLookup
 from eval.speculative.loop import Round, speculative_decode
 from eval.speculative.processors import Sampling
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
-from models.vocab import DraftVocab
 from tiny import tiny_verifier
+from toy_head import head_of
 
 KEYS = {
     "tau", "alpha", "alpha_by_depth", "accepted_by_position", "verify_calls", "drafted", "accepted", "emitted",
@@ -102,10 +100,7 @@ def verifier():
 
 @pytest.fixture(scope="module")
 def head(verifier):
-    torch.manual_seed(0)
-    vocab = DraftVocab(torch.arange(0, verifier.vocab_size, 2), verifier.vocab_size)
-    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
-    return Eagle3Head(config, verifier.embedding_VD, vocab).eval()
+    return head_of(verifier, start=False)
 
 
 PROMPTS = [

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
-from tiny_writer import tiny_writer
 
 import data.command
 from conf.cli import main
 from conf.schema import DataConf
 from data.prepare import dialogues_folder, prepare
 from models.verifier import Verifier
+from tiny_writer import tiny_writer
 
 SIZES = [
     "data.max_documents=8",

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_head import A, D, V, make_config, make_head, make_states
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.phi.modeling_phi import PhiConfig, PhiRotaryEmbedding
 
@@ -12,6 +11,7 @@ from conf.errors import UserError
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.layers import RMSNorm, Rotary, rotate
 from models.vocab import DraftVocab
+from toy_head import A, D, V, make_config, make_head, make_states
 
 ROPES = [
     {"rope_type": "default", "rope_theta": 100.0},

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_writer import plain_argmax, tiny_writer
 
 from conf.errors import UserError
 from data.generate import MIN_CUT, Request, choose, generate
 from data.memory import SHARE, slot_bytes
+from tiny_writer import plain_argmax, tiny_writer
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_head import make_head, make_states, teacher
 
 from models.losses import ttt_loss
+from toy_head import make_head, make_states, teacher
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,9 +11,8 @@ from eval.speculative.acceptance import Accepted, DraftLaw, accept_chain, draw
 from eval.speculative.drafter import Draft, HeadDrafter, PromptLookup
 from eval.speculative.loop import plain_decode, speculate, speculative_decode
 from eval.speculative.processors import Sampling, to_law
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
-from models.vocab import DraftVocab
 from tiny import tiny_verifier
+from toy_head import head_of
 
 V, FIRST, LENGTH = 4, 0, 3
 GREEDY = Sampling()
@@ -185,14 +184,7 @@ def verifier():
 
 @pytest.fixture(scope="module")
 def head(verifier):
-    torch.manual_seed(0)
-    vocab = DraftVocab(torch.arange(0, verifier.vocab_size, 2), verifier.vocab_size)
-    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
-    head = Eagle3Head(config, verifier.embedding_VD, vocab)
-    head.start_from_verifier(
-        verifier.layer_state_dict(), verifier.final_norm_weight, verifier.lm_head_rows(vocab.ids_R)
-    )
-    return head.eval()
+    return head_of(verifier)
 
 
 class Oracle:

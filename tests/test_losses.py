@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_head import D, V, make_head, make_states, teacher
 
 from models.losses import soft_ce, ttt_loss
 from models.packed import native_bfloat16
 from models.supervision import supervised
+from toy_head import D, V, make_head, make_states, teacher
 
 R = 13
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_writer import plain_argmax, tiny_writer
 
 from conf.errors import UserError
 from data.answers import Sampling
@@ -21,6 +20,7 @@ from data.regenerate import regenerate
 from data.sources import Dialogue, parse_row
 from data.synthesize import _Writer, synthesize
 from data.tokens import prompt_ids, to_document
+from tiny_writer import plain_argmax, tiny_writer
 
 ROOT = Path(__file__).parent.parent
 SMALL = Sampling(max_new_tokens=12, max_length=256, batch_size=4, seed=3)

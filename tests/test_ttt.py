@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_head import D, V, make_head, make_states, teacher
 
 from models.losses import ttt_loss
 from models.states import label_rows
 from models.supervision import supervised
+from toy_head import D, V, make_head, make_states, teacher
 
 PACKED = [["ppABCuuDEFGu", "pABCDE", "ppppAB", "ppu"]]
 RAGGED = [["ppABCuuDEFGu", "pABCDE", "----"], ["pppABCDEFG", "------------"]]

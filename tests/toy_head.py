@@ -79,3 +79,16 @@ def make_states(rows, seed=0):
 def teacher(states, R=13, seed=5):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(states.last_index_P), R, generator=generator, dtype=torch.float64)
+
+
+def head_of(verifier, start=True):
+    """A head for a tiny verifier over every second token, started from its last layer or left random."""
+    torch.manual_seed(0)
+    vocab = DraftVocab(torch.arange(0, verifier.vocab_size, 2), verifier.vocab_size)
+    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
+    head = Eagle3Head(config, verifier.embedding_VD, vocab)
+    if start:
+        head.start_from_verifier(
+            verifier.layer_state_dict(), verifier.final_norm_weight, verifier.lm_head_rows(vocab.ids_R)
+        )
+    return head.eval()
