@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,11 @@ from torch import Tensor
 from conf.errors import UserError
 from data.memory import rows_that_fit
 from data.progress import Meter
+from models.states import DocumentStates
 
 if TYPE_CHECKING:
     from models.cache import KVCache
-    from models.verifier import Verifier
+    from models.verifier import Decoded, Verifier
 
 log = logging.getLogger(__name__)
 
@@ -30,32 +33,55 @@ PREFILL_TOKENS = 2048  # rows x longest prompt of one prefill: prompts of like l
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids to continue, and how; None: as the call says. The lower one of both limits counts."""
+    """Token ids to continue, and how; None: as the call says. The lower one of both limits counts.
+
+    then: asked with the finished generation (without states), which goes to nobody else; it gives what the row
+    continues with, or None.
+    The input_ids of that request are what follows the row's tokens so far, less the token that ended it: nothing that
+    was written is computed again.
+    """
 
     id: str
     input_ids: list[int]
     max_new_tokens: int | None = None
     temperature: float | None = None
     stop_ids: frozenset[int] | None = None
+    then: Callable[[Generation], Request | None] | None = None
 
 
 @dataclass(frozen=True)
 class Generation:
-    """finish_reason: "stop" (the last id is the end-of-turn token), "length", or "cut" (the deadline came)."""
+    """finish_reason: "stop" (the last id is the end-of-turn token), "length", or "cut" (the deadline came).
+
+    states: with capture, the verifier's at everything before and in `output_ids`.
+    """
 
     id: str
     output_ids: list[int]
     finish_reason: str
+    states: DocumentStates | None = None
 
 
 @dataclass
 class _Row:
+    """A sequence of the batch: what it is to write, what it has written, and what it still has to read before that.
+
+    aux: captured states of all tokens read, in pieces [n, A, D].   laws: (last, top, lse) at each output token read.
+    """
+
     request: Request
     limit: int
     temperature: float
     stop: frozenset[int]
     uniform: np.ndarray  # one number per token to come; empty at temperature 0
+    reading: deque[int] = field(default_factory=deque)
     output_ids: list[int] = field(default_factory=list)
+    aux: list[Tensor] = field(default_factory=list)
+    laws: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def finished(self, reason: str) -> Generation:
+        states = DocumentStates.of(self.aux, self.laws) if self.aux else None
+        return Generation(self.request.id, self.output_ids, reason, states)
 
 
 @torch.no_grad()
@@ -70,6 +96,7 @@ def generate(
     deadline: float | None = None,
     stop_ids: Iterable[int] | None = None,
     capacity: int | None = None,
+    capture: bool = False,
     meter: Meter | None = None,
 ) -> Iterator[Generation]:
     """Continuations in order of completion; finished rows leave the batch and the next requests take their place.
@@ -82,10 +109,12 @@ def generate(
 
     capacity: slots for the longest request with its new tokens. With it requests are taken from the iterator only
     when slots are free, after the caller has seen all that finished before, so what is to come may depend on that;
-    None in place of a request: none now. Without it they are all read first.
+    None in place of a request: none now. Without it they are all read first, and none may have a `then`.
+    capture: keep the verifier's states for the generations.
     """
     stop = frozenset(verifier.eos_ids if stop_ids is None else stop_ids)
-    source = (r if r is None else _row(r, max_new_tokens, temperature, stop, seed) for r in requests)
+    row_of = partial(_row, max_new_tokens=max_new_tokens, temperature=temperature, stop=stop, seed=seed)
+    source = (request if request is None else row_of(request) for request in requests)
     if capacity is None:
         known = list(source)
         if not known:
@@ -110,20 +139,18 @@ def generate(
                 new = list(takewhile(lambda row: row is not None, islice(source, free)))
             if new:
                 before = len(live)
-                _admit(verifier, cache, live, new, deadline)
+                _admit(verifier, cache, live, new, deadline, capture)
                 made = len(live) - before
             elif live:
-                tokens_BT = torch.tensor([row.output_ids[-1:] for row in live])
-                decoded = verifier.decode(cache, tokens_BT.to(verifier.device), logits="last", capture=False)
-                _extend(live, decoded.logits)
-                step_seconds, made = time.monotonic() - began, len(live)
+                made = _step(verifier, cache, live, capture)
+                step_seconds = time.monotonic() - began
             else:
                 break
             busy = len(live)
-            finished, live = _leave(cache, live)
+            finished, live = _leave(cache, live, row_of)
             meter.step(made, busy, len(finished))
             yield from finished
-    yield from (Generation(row.request.id, row.output_ids, "cut") for row in live if len(row.output_ids) >= MIN_CUT)
+    yield from (row.finished("cut") for row in live if not row.request.then and len(row.output_ids) >= MIN_CUT)
 
 
 def choose(logits_BV: Tensor, temperature: float, uniform_B: np.ndarray) -> list[int]:
@@ -164,7 +191,33 @@ def _extend(rows: Sequence[_Row], logits_BV: Tensor) -> None:
             row.output_ids.append(token)
 
 
-def _admit(verifier: Verifier, cache: KVCache, live: list[_Row], new: Sequence[_Row], deadline: float | None) -> None:
+def _step(verifier: Verifier, cache: KVCache, live: list[_Row], capture: bool) -> int:
+    """One more token for every row: read when it has some to read, else written. Returns how many were written."""
+    tokens_BT = torch.tensor([[row.reading[0] if row.reading else row.output_ids[-1]] for row in live])
+    decoded = verifier.decode(cache, tokens_BT.to(verifier.device), logits="last", capture=capture)
+    if capture:
+        _keep(live, decoded)
+    for row in live:
+        if row.reading:
+            row.reading.popleft()
+    places = [index for index, row in enumerate(live) if not row.reading]
+    _extend([live[index] for index in places], decoded.logits[places] if len(places) < len(live) else decoded.logits)
+    return len(places)
+
+
+def _keep(live: Sequence[_Row], decoded: Decoded) -> None:
+    """Add the states of a decode of one token per row to the rows'."""
+    top_B, lse_B = decoded.logits.argmax(-1).cpu(), decoded.logits.logsumexp(-1).cpu()
+    aux_BTAD, last_BD = decoded.aux_BTAD.cpu(), decoded.last_BTD[:, 0].cpu()
+    for index, row in enumerate(live):
+        row.aux.append(aux_BTAD[index])
+        if not row.reading:
+            row.laws.append((last_BD[index], top_B[index], lse_B[index]))
+
+
+def _admit(
+    verifier: Verifier, cache: KVCache, live: list[_Row], new: Sequence[_Row], deadline: float | None, capture: bool
+) -> None:
     """Prefill the newcomers, give each its first token, and append them to the cache and to `live`.
 
     Equal prompts are computed once; prompts of like length go together. Past the deadline the rest is left out.
@@ -180,26 +233,35 @@ def _admit(verifier: Verifier, cache: KVCache, live: list[_Row], new: Sequence[_
         own = verifier.new_cache(count, longest)
         tokens_BT = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in group])
         count_B = [len(prompt) for prompt in group]
-        decoded = verifier.decode(own, tokens_BT.to(verifier.device), count_B=count_B, logits="last", capture=False)
+        decoded = verifier.decode(own, tokens_BT.to(verifier.device), count_B=count_B, logits="last", capture=capture)
         for index, prompt in enumerate(group):
             rows = same[prompt]
             _extend(rows, decoded.logits[index].expand(len(rows), -1))
             for row in rows:
                 cache.place(len(live), own, index)
                 live.append(row)
+                if capture:
+                    row.aux.append(decoded.aux_BTAD[index, : len(prompt)].cpu())
 
 
-def _leave(cache: KVCache, live: list[_Row]) -> tuple[list[Generation], list[_Row]]:
+def _leave(cache: KVCache, live: list[_Row], row_of: Callable[[Request], _Row]) -> tuple[list[Generation], list[_Row]]:
     """(finished, still live); the last rows move into the places of those that left, so few are copied."""
     finished, staying = [], []
     for index, row in enumerate(live):
-        if row.output_ids[-1] in row.stop:
-            finished.append(Generation(row.request.id, row.output_ids, "stop"))
-        elif len(row.output_ids) >= row.limit:
-            finished.append(Generation(row.request.id, row.output_ids, "length"))
-        else:
+        if row.reading:
             staying.append(index)
-    if finished:
+            continue
+        stopped = row.output_ids[-1] in row.stop
+        if not stopped and len(row.output_ids) < row.limit:
+            staying.append(index)
+            continue
+        reason = "stop" if stopped else "length"
+        if not row.request.then:
+            finished.append(row.finished(reason))
+        elif following := row.request.then(Generation(row.request.id, row.output_ids, reason)):
+            live[index] = replace(row_of(following), reading=deque(following.input_ids), aux=row.aux)
+            staying.append(index)
+    if len(staying) < len(live):
         head = [index for index in staying if index < len(staying)]
         tail = iter([index for index in staying if index >= len(staying)])
         kept = set(head)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from models.states import DocumentStates
     from models.verifier import Verifier
 
 SHARE = 0.25  # of what is free: weights are there already, but activations and other processes want some too
@@ -35,3 +36,17 @@ def rows_that_fit(verifier: Verifier, rows: int, capacity: int) -> int:
     """`rows`, or as many sequences of `capacity` slots as `SHARE` of the free memory holds; at least one."""
     budget = int(SHARE * free_bytes(verifier.device))
     return max(1, min(rows, budget // (slot_bytes(verifier) * capacity)))
+
+
+class Kept(dict[str, "DocumentStates"]):
+    """States by their document's content hash, until they fill `SHARE` of the memory that is free at first."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.room = int(SHARE * free_bytes(device))
+
+    def add(self, key: str, states: DocumentStates) -> None:
+        """Keep them while there is room; what is not kept is computed again by whoever needs it."""
+        if states.nbytes <= self.room:
+            self.room -= states.nbytes
+            self[key] = states

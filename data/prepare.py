@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from data.clock import Limits
 from data.documents import Document, content_hash, describe, split
 from data.files import key_of, only_writer, read_json, write_json
 from data.log import RoundLog
+from data.memory import Kept
 from data.progress import progress_bar
 from data.regenerate import regenerate
 from data.sources import Dialogue, files_hash, parse_row, read_dialogues, resolve
@@ -26,6 +27,7 @@ from data.tokens import tokenize
 
 if TYPE_CHECKING:
     from conf.schema import DataConf
+    from models.states import DocumentStates
     from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Prepared:
 
     folder: where dialogues and settings lie.  content_hash: of train and validation documents, for provenance.
     counts: documents, tokens and answer tokens of both parts, and what was dropped, by reason, under "dropped".
+    states: by content hash, those of the verifier's states that its writing has left behind.
     """
 
     train: list[Document]
@@ -47,18 +50,23 @@ class Prepared:
     folder: Path
     content_hash: str
     counts: dict[str, Any]
+    states: dict[str, DocumentStates] = field(default_factory=dict)
 
 
 def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
     """Dialogues of the settings (written by the verifier where they ask for it, and kept in the cache), tokenised.
 
-    Nothing is generated twice: the same settings, verifier and files find the same folder. Raises UserError for
+    Nothing is generated twice: the same settings, verifier and files find the same folder. Where a clock ends the
+    writing, no two runs are alike, and the states that it computed on the way are kept for the store (they depend in
+    their last bits on what shared the batch). Raises UserError for
     settings that cannot work, for files without a usable row, and when fewer than two documents come out.
     """
     folder = dialogues_folder(cfg, verifier)
     dropped: Counter[str] = Counter()
+    reuse = cfg.store and cfg.minutes is not None and verifier.device.type == "cpu"
+    kept = Kept(verifier.device) if reuse else None
     if needs_verifier(cfg):
-        rows = write_dialogues(cfg, verifier, folder)
+        rows = write_dialogues(cfg, verifier, folder, kept)
         dropped.update(rows.counts)
         dialogues: Iterable[Dialogue] = (parse_row(json.dumps(row), row["id"]) for row in rows.rows)
     else:
@@ -78,7 +86,7 @@ def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
     if dropped:
         log.info(f"dropped or changed: {describe(dropped)}")
     write_json(folder / "counts.json", counts)
-    return Prepared(train, validation, folder, content_hash([*train, *validation]), counts)
+    return Prepared(train, validation, folder, content_hash([*train, *validation]), counts, kept or {})
 
 
 def needs_verifier(cfg: DataConf) -> bool:
@@ -108,8 +116,11 @@ def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
     return folder
 
 
-def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path) -> RoundLog:
-    """Run or finish the verifier's writing into `folder`/dialogues.jsonl; at once when it is complete."""
+def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path, kept: Kept | None = None) -> RoundLog:
+    """Run or finish the verifier's writing into `folder`/dialogues.jsonl; at once when it is complete.
+
+    kept: takes the states of dialogues that the verifier writes whole.
+    """
     path, state = folder / "dialogues.jsonl", folder / "complete.json"
     with only_writer(folder):
         rows, finished = RoundLog(path), read_json(state)
@@ -121,7 +132,7 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path) -> RoundLog
             log.info(f"dialogues: continuing after {len(rows.rows)} in {path}")
         bad: Counter[str] = Counter()
         if cfg.path is None:
-            rows = synthesize(verifier, path, _sampling(cfg), _limits(cfg))
+            rows = synthesize(verifier, path, _sampling(cfg), _limits(cfg), kept)
         else:
             rows = regenerate(verifier, read_dialogues(resolve(cfg.path), bad), path, _sampling(cfg), _limits(cfg))
         if not rows.rows:

@@ -10,7 +10,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from data.documents import Document, content_hash
 from data.files import file_hash, key_of, only_writer, read_json, write_json
 from data.progress import progress_bar
 from models.loading import DTYPES, FILE_DTYPES
-from models.states import VerifierStates, label_rows
+from models.states import DocumentStates, VerifierStates, label_rows
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,11 @@ class StateStore:
         folder: Path | None = None,
         dtype: str = "float32",
         shard_tokens: int = SHARD_TOKENS,
+        kept: Mapping[str, DocumentStates] | None = None,
     ) -> StateStore:
         """The store of these documents, computing what is not there yet. Default folder: by content key in the cache.
 
+        kept: by content hash, states that are at hand from generation and need no computing.
         Shards appear whole or not at all, so a killed run continues where it was. Raises UserError for an unknown
         dtype, or when the disk cannot hold the states (before anything is computed).
         """
@@ -89,7 +92,7 @@ class StateStore:
             different = [name for name, value in settings.items() if index.get(name) != value]
             if different:
                 raise UserError(f"{folder} holds states of another {different[0]}; choose another folder or remove it")
-            _write_missing(verifier, documents, folder, index)
+            _write_missing(verifier, documents, folder, index, kept or {})
         return cls(folder, documents, index)
 
     def verify(self) -> None:
@@ -149,7 +152,9 @@ def _shards(documents: Sequence[Document], shard_tokens: int) -> list[tuple[int,
     return ranges
 
 
-def _write_missing(verifier: Verifier, documents: Sequence[Document], folder: Path, index: dict) -> None:
+def _write_missing(
+    verifier: Verifier, documents: Sequence[Document], folder: Path, index: dict, kept: Mapping[str, DocumentStates]
+) -> None:
     """Compute the shards that are not there, with the plan printed first and the index rewritten after each."""
     ranges, shards = _shards(documents, index["shard_tokens"]), index["shards"]
     missing = [number for number in range(len(ranges)) if not _complete(folder, shards.get(str(number)))]
@@ -170,7 +175,7 @@ def _write_missing(verifier: Verifier, documents: Sequence[Document], folder: Pa
         task = bar.add_task("verifier states", total=tokens, rate="")
         for number in missing:
             first, last = ranges[number]
-            shards[str(number)] = _write_shard(verifier, documents[first:last], folder, number, index["dtype"])
+            shards[str(number)] = _write_shard(verifier, documents[first:last], folder, number, index["dtype"], kept)
             write_json(folder / "index.json", index)
             count = sum(len(document.input_ids) for document in documents[first:last])
             done, now = done + count, time.monotonic()
@@ -187,16 +192,36 @@ def _complete(folder: Path, entry: dict | None) -> bool:
     return path is not None and path.is_file() and path.stat().st_size == entry["bytes"]
 
 
-def _write_shard(verifier: Verifier, documents: Sequence[Document], folder: Path, number: int, dtype: str) -> dict:
+def _write_shard(
+    verifier: Verifier,
+    documents: Sequence[Document],
+    folder: Path,
+    number: int,
+    dtype: str,
+    kept: Mapping[str, DocumentStates],
+) -> dict:
     parts: dict[str, list[Tensor]] = {"aux": [], "last": [], "top": [], "lse": []}
-    for first, last in _shards(documents, FORWARD_TOKENS):
-        states = verifier.states(*(row.to(verifier.device) for row in packed_rows(documents[first:last])))
-        parts["aux"].append(states.aux_BTAD[0].to(FILE_DTYPES[dtype]).cpu())
-        parts["last"].append(states.last_PD.to(FILE_DTYPES[dtype]).cpu())
-        parts["top"].append(states.top_P.cpu())
-        parts["lse"].append(states.lse_P.float().cpu())
+    for states in _pieces(verifier, documents, kept):
+        parts["aux"].append(states.aux_TAD.to(FILE_DTYPES[dtype]).cpu())
+        parts["last"].append(states.last_LD.to(FILE_DTYPES[dtype]).cpu())
+        parts["top"].append(states.top_L.cpu())
+        parts["lse"].append(states.lse_L.float().cpu())
     path = folder / f"states-{number:05d}.safetensors"
     temporary = path.with_suffix(".tmp")
     save_file({name: torch.cat(pieces).contiguous() for name, pieces in parts.items()}, temporary)
     os.replace(temporary, path)
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path), "documents": len(documents)}
+
+
+def _pieces(
+    verifier: Verifier, documents: Sequence[Document], kept: Mapping[str, DocumentStates]
+) -> Iterator[DocumentStates]:
+    """States of the documents in their order: those at hand one by one, the others computed several at once."""
+    for at_hand, run in groupby(documents, lambda document: document.content_hash in kept):
+        if at_hand:
+            yield from (kept[document.content_hash] for document in run)
+            continue
+        missing = list(run)
+        for first, last in _shards(missing, FORWARD_TOKENS):
+            states = verifier.states(*(row.to(verifier.device) for row in packed_rows(missing[first:last])))
+            yield DocumentStates(states.aux_BTAD[0], states.last_PD, states.top_P, states.lse_P)

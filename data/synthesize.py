@@ -1,7 +1,7 @@
 """Dialogues in the verifier's own words: it writes prompts and answers, both in one continuous batch.
 
 Prompt writing is the Magpie idea (2406.08464): after the template's user header, an aligned model continues with a
-user's prompt. A prompt that is usable goes back to the front of the queue as a request for its answer.
+user's prompt. Where that is usable, the same row goes on with its answer, so no token is computed twice.
 
 Prompts are numbered, and everything is decided in the order of their numbers (which of two equal prompts counts, which
 dialogues a limit leaves out, what the append-only file has), whatever finished first: so a kill loses what is on its
@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from conf.errors import UserError
 from data.answers import Growing, Sampling, begin, grow, request_of, to_row
 from data.clock import Clock, Limits, answer_tokens
-from data.documents import Drop, describe
+from data.documents import Document, Drop, describe
 from data.generate import Generation, Request, generate
 from data.log import RoundLog
 from data.progress import Meter
@@ -30,25 +31,29 @@ from data.tokens import prompt_ids
 from models.chat import user_end_ids, user_header_ids
 
 if TYPE_CHECKING:
+    from data.memory import Kept
     from models.verifier import Verifier
 
 PROMPT_TOKENS = 96  # of a prompt that the verifier writes; longer ones are dropped
 MIN_PROMPT_TOKENS = 4
 BARREN = 6  # batches of prompts in a row without a usable one after which to give up
-RECENT = 256  # answers whose median time says how long one takes
-LATE = 0.5  # of that time: a prompt is begun while half an answer to it can still be had
+RECENT = 256  # dialogues whose median time says how long one takes
+LATE = 0.6  # of that time: a dialogue is begun while its prompt and some of its answer can still be had
 
 
-def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limits) -> RoundLog:
+def synthesize(
+    verifier: Verifier, path: Path, sampling: Sampling, limits: Limits, kept: Kept | None = None
+) -> RoundLog:
     """Write dialogues to `path` until a limit is met; returns the log with rows and counts.
 
+    kept: takes the states that the verifier computed for them.
     Raises UserError without any limit, or when the verifier writes no usable prompts.
     """
     if limits == Limits():
         raise UserError("expected a bound for synthesis, found none: set data.max_documents, max_tokens or minutes")
     log = RoundLog(path)
     clock = Clock(log, limits)
-    writer = _Writer(verifier, sampling, clock)
+    writer = _Writer(verifier, sampling, clock, kept)
     if clock.met():
         return clock.finish(writer.next)
     written = generate(
@@ -59,6 +64,7 @@ def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limit
         seed=sampling.seed,
         deadline=clock.deadline,
         capacity=writer.capacity,
+        capture=kept is not None,
         meter=Meter("dialogues, % of the limit", 100, writer.progress),
     )
     with closing(written):
@@ -71,14 +77,14 @@ def synthesize(verifier: Verifier, path: Path, sampling: Sampling, limits: Limit
 
 
 class _Writer:
-    """The requests for prompts and answers, and what becomes of them.
+    """The requests for dialogues, and what becomes of them.
 
-    number: of the next prompt to ask for.   next: of the first prompt whose fate is not yet counted or written.
+    number: of the next dialogue to ask for.   next: of the first one whose fate is not yet counted or written.
     done:   number -> row, or why there is none; it waits here for lower numbers.
     """
 
-    def __init__(self, verifier: Verifier, sampling: Sampling, clock: Clock):
-        self.verifier, self.sampling, self.clock = verifier, sampling, clock
+    def __init__(self, verifier: Verifier, sampling: Sampling, clock: Clock, kept: Kept | None = None):
+        self.verifier, self.sampling, self.clock, self.kept = verifier, sampling, clock, kept
         tokenizer = verifier.tokenizer
         self.header, self.special = user_header_ids(tokenizer), set(tokenizer.all_special_ids)
         self.ends = frozenset(user_end_ids(tokenizer)) | frozenset(verifier.eos_ids)
@@ -88,43 +94,49 @@ class _Writer:
         self.capacity = max(len(self.header) + PROMPT_TOKENS, answered)
         self.number = self.next = clock.log.used
         self.first = {row["conversations"][0]["content"]: -1 for row in clock.log.rows}  # text -> lowest number
-        self.ready: deque[Request] = deque()  # answers, to be begun before any prompt
         self.prompts: dict[str, int] = {}
         self.answers: dict[str, tuple[int, Growing]] = {}
-        self.begun: dict[str, float] = {}
+        self.begun: dict[int, float] = {}
         self.done: dict[int, dict | str] = {}
-        self.seconds: deque[float] = deque(maxlen=RECENT)  # that the last answers took
+        self.seconds: deque[float] = deque(maxlen=RECENT)  # that the last dialogues took
         self.answered, self.tokens, self.barren = 0, 0, 0  # answers and their tokens in this run; prompts for nothing
 
     def requests(self) -> Iterator[Request | None]:
         """What to write next, without end; None: nothing until something else is finished."""
         while True:
-            if self.ready:
-                request = self.ready.popleft()
-                self.begun[request.id] = time.monotonic()
-                yield request
-            elif self._more():
-                name = f"synthetic-{self.number}"
-                self.prompts[name] = self.number
-                self.number += 1
-                yield Request(name, self.header, PROMPT_TOKENS, self.sampling.prompt_temperature, self.ends)
-            else:
+            if not self._more():
                 yield None
+                continue
+            name = f"synthetic-{self.number}"
+            self.prompts[name], self.begun[self.number] = self.number, time.monotonic()
+            self.number += 1
+            temperature = self.sampling.prompt_temperature
+            yield Request(name, self.header, PROMPT_TOKENS, temperature, self.ends, self.prompt_written)
+
+    def prompt_written(self, generation: Generation) -> Request | None:
+        """The answer to ask for; None, with the reason on record, when the prompt is not usable."""
+        number = self.prompts.pop(generation.id)
+        try:
+            return self._ask(number, generation)
+        except Drop as drop:
+            self._close(number, str(drop))
+            return None
 
     def take(self, generation: Generation) -> None:
-        """A finished prompt or answer."""
-        if generation.id in self.prompts:
-            number = self.prompts.pop(generation.id)
-            try:
-                self._ask(number, generation)
-            except Drop as drop:
-                self.done[number] = str(drop)
-        else:
-            number, item = self.answers.pop(generation.id)
-            self.seconds.append(time.monotonic() - self.begun.pop(generation.id))
-            grow(self.verifier, item, generation, self.sampling, Counter())
-            self.done[number] = row = to_row(item)
-            self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
+        """A finished answer."""
+        number, item = self.answers.pop(generation.id)
+        self.seconds.append(time.monotonic() - self.begun[number])
+        grow(self.verifier, item, generation, self.sampling, Counter())
+        row = to_row(item)
+        self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
+        if self.kept is not None:
+            self.kept.add(Document(item.name, item.ids, item.spans).content_hash, generation.states)
+        self._close(number, row)
+
+    def _close(self, number: int, found: dict | str) -> None:
+        """A dialogue, or why there is none."""
+        del self.begun[number]
+        self.done[number] = found
         self._settle()
         if self.barren >= BARREN * self.sampling.batch_size and not self.clock.late():
             reasons = describe(self.clock.counts)
@@ -160,20 +172,23 @@ class _Writer:
         tokens = clock.tokens + sum(map(answer_tokens, rows)) + coming * usual
         return limits.max_tokens is None or tokens < limits.max_tokens
 
-    def _ask(self, number: int, generation: Generation) -> None:
-        """Put the answer to a finished prompt into the queue; raises Drop."""
+    def _ask(self, number: int, generation: Generation) -> Request:
+        """The request for the answer to a finished prompt, less what its row has read already; raises Drop."""
         text = _prompt_text(self.verifier.tokenizer, generation, self.special)
         name = generation.id
         dialogue = Dialogue(name, "synthetic", [{"role": "user", "content": text}])
         item = begin(self.verifier, name, dialogue, self.sampling)
         if len(item.ids) > self.longest:  # text that takes more tokens than it was written with
             raise Drop("prompt too long")
+        read = [*self.header, *generation.output_ids[:-1]]
+        if item.ids[: len(read)] != read:
+            raise Drop("prompt tokenised otherwise than it was written")
         if self.first.get(text, number) < number:
             raise Drop("duplicate prompt")
         self.first[text] = number
         request = request_of(item, self.sampling)
         self.answers[request.id] = number, item
-        self.ready.append(request)
+        return replace(request, input_ids=item.ids[len(read) :])
 
     def _settle(self) -> None:
         """Hand on what is done, in the order of the numbers."""

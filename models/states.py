@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -39,6 +40,34 @@ class VerifierStates:
     def to(self, device: torch.device | str) -> VerifierStates:
         """The same record with every tensor on `device`."""
         return replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class DocumentStates:
+    """One document's part of the record, as generation leaves it behind: a document of one span, at its end.
+
+    aux_TAD: at every token; zero at the last one, which the verifier never read (no anchor sees it: the last anchor
+    is two rows before).   last_LD, top_L, lse_L: at the L label rows.
+    """
+
+    aux_TAD: Tensor
+    last_LD: Tensor
+    top_L: Tensor
+    lse_L: Tensor
+
+    @classmethod
+    def of(cls, aux: Sequence[Tensor], laws: Sequence[tuple[Tensor, Tensor, Tensor]]) -> DocumentStates:
+        """From pieces [n, A, D] of all tokens read, and (last [D], top, lse) of each output token read."""
+        aux_TAD = torch.cat([*aux, torch.zeros_like(aux[0][:1])])
+        if not laws:
+            none = aux_TAD.new_empty(0)
+            return cls(aux_TAD, none.view(0, aux_TAD.shape[-1]), none.long(), none.float())
+        last, top, lse = zip(*laws, strict=True)
+        return cls(aux_TAD, torch.stack(last), torch.stack(top), torch.stack(lse).float())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, f.name).nbytes for f in fields(self))
 
 
 def label_rows(span_BT: Tensor) -> Tensor:

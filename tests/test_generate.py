@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from data.batches import packed_rows
+from data.documents import Document
 from data.generate import MIN_CUT, Request, choose, generate
 from data.memory import SHARE, slot_bytes
 from tiny_writer import plain_argmax, tiny_writer
@@ -114,9 +116,9 @@ def test_deadline_cuts_and_leaves_out(verifier):
     rows = [Request(str(i), [5, 6]) for i in range(40)]
     assert outputs(verifier, rows, deadline=time.monotonic() - 1) == {}
     began = time.monotonic()
-    options = {"max_new_tokens": 400, "batch_size": 4, "stop_ids": []}
-    found = outputs(verifier, rows, deadline=began + 0.4, **options)
-    assert time.monotonic() - began < 5
+    options = {"max_new_tokens": 4000, "batch_size": 4, "stop_ids": []}
+    found = outputs(verifier, rows, deadline=began + 1.5, **options)
+    assert time.monotonic() - began < 10
     assert 0 < len(found) <= 8 and all(len(ids) >= MIN_CUT for ids, _ in found.values())
     assert "cut" in {reason for _, reason in found.values()}
 
@@ -163,3 +165,38 @@ def test_requests_are_taken_when_slots_are_free(verifier, monkeypatch):
     assert asked[20] == (20, 20), "None is no end"
     assert set(live[:6]) == {8}, "full until the wait"
     assert list(generate(verifier, iter([None]), **options)) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_goes_on_is_the_request_it_would_have_been(verifier, temperature):
+    rows, asked = requests(), []
+
+    def then(generation):
+        asked.append(generation)
+        if generation.finish_reason == "length":
+            return None
+        return Request(f"{generation.id}-more", [40, 41, 42], 6)
+
+    options = {"temperature": temperature, "seed": 5, "capacity": 80}
+    found = outputs(verifier, iter([replace(row, then=then) for row in rows]), batch_size=4, **options)
+    assert {generation.id for generation in asked} == {row.id for row in rows}
+    prompts = {row.id: row.input_ids for row in rows}
+    stopped = [generation for generation in asked if generation.finish_reason == "stop"]
+    assert 1 < len(stopped) == len(found) < len(rows)
+    for generation in stopped:
+        whole = [*prompts[generation.id], *generation.output_ids[:-1], 40, 41, 42]
+        alone = outputs(verifier, [Request(f"{generation.id}-more", whole, 6)], temperature=temperature, seed=5)
+        assert alone.items() <= found.items()
+
+
+def test_states_are_those_of_the_whole_document(verifier):
+    rows = requests()
+    for generation in generate(verifier, rows, max_new_tokens=10, batch_size=4, capture=True):
+        prompt = next(row.input_ids for row in rows if row.id == generation.id)
+        document = Document("", [*prompt, *generation.output_ids], [(len(prompt), len(prompt + generation.output_ids))])
+        wanted, states = verifier.states(*packed_rows([document])), generation.states
+        close = {"atol": 1e-4, "rtol": 1e-4}
+        torch.testing.assert_close(states.aux_TAD[:-1], wanted.aux_BTAD[0, :-1], **close)
+        torch.testing.assert_close(states.last_LD, wanted.last_PD, **close)
+        torch.testing.assert_close(states.lse_L, wanted.lse_P, **close)
+        assert torch.equal(states.top_L, wanted.top_P) and not states.aux_TAD[-1].any()

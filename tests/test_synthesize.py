@@ -6,20 +6,28 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from conf.errors import UserError
 from data.answers import Sampling
 from data.clock import Clock, Limits
 from data.generate import Generation
 from data.log import CLOSES, RoundLog
+from data.memory import SHARE, Kept
 from data.regenerate import regenerate
 from data.sources import Dialogue, parse_row
+from data.store import StateStore
 from data.synthesize import _Writer, synthesize
-from data.tokens import prompt_ids, to_document
+from data.tokens import prompt_ids, to_document, tokenize
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.losses import ttt_loss
+from models.states import DocumentStates
+from models.vocab import DraftVocab
 from tiny_writer import plain_argmax, tiny_writer
 
 ROOT = Path(__file__).parent.parent
@@ -120,20 +128,71 @@ def test_late_no_prompt_is_begun(verifier, tmp_path):
     requests = writer.requests()
     assert next(requests).id == "synthetic-0"
     writer.seconds.extend([40.0, 40.0, 1.0])
-    assert next(requests) is None, "half an answer would take longer than the time that is left"
+    assert next(requests) is None, "a dialogue takes longer than the time that is left"
     writer.seconds.extend([1.0] * 5)
     assert next(requests).id == "synthetic-1"
     words = verifier.tokenizer("What is the capital?", add_special_tokens=False)["input_ids"]
     end = verifier.eos_ids[0]
-    writer.take(Generation("synthetic-1", [*words, end], "stop"))
-    assert next(requests).id == "synthetic-1-answer-0", "answers come first"
+    answer = writer.prompt_written(Generation("synthetic-1", [*words, end], "stop"))
+    prompt = prompt_ids(verifier.tokenizer, turns("What is the capital?"))
+    assert answer.id == "synthetic-1-answer-0" and [*writer.header, *words, *answer.input_ids] == prompt
     writer.take(Generation("synthetic-1-answer-0", [5, 6, end], "stop"))
     assert not clock.rows and writer.next == 0, "number 0 is still on its way"
-    writer.take(Generation("synthetic-0", [*words, end], "stop"))  # the same prompt, and the lower number counts
-    assert next(requests).id == "synthetic-0-answer-0"
+    # The same prompt, and the lower number counts.
+    assert writer.prompt_written(Generation("synthetic-0", [*words, end], "stop")).id == "synthetic-0-answer-0"
     writer.take(Generation("synthetic-0-answer-0", [7, 8, end], "stop"))
     assert [row["id"] for row in clock.rows] == ["synthetic-0"]
     assert writer.next == 2 and clock.counts == {"duplicate prompt": 1}
+
+
+def test_a_prompt_that_its_text_would_not_give_is_dropped(verifier, tmp_path):
+    writer = _Writer(verifier, SMALL, Clock(RoundLog(tmp_path / "d.jsonl"), Limits(max_documents=3)))
+    next(writer.requests())
+    letters = [verifier.tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "the fox"]
+    assert verifier.tokenizer("the fox", add_special_tokens=False)["input_ids"] != letters
+    assert writer.prompt_written(Generation("synthetic-0", [*letters, verifier.eos_ids[0]], "stop")) is None
+    assert writer.clock.counts == {"prompt tokenised otherwise than it was written": 1}
+
+
+def test_states_are_kept_for_what_is_written(verifier, tmp_path, monkeypatch):
+    """The store takes the states that writing left behind, and they are those that it would compute."""
+    kept = Kept(verifier.device)
+    log = synthesize(verifier, tmp_path / "d.jsonl", SMALL, Limits(max_documents=10), kept)
+    dialogues = (parse_row(json.dumps(row), row["id"]) for row in log.rows)
+    documents = list(tokenize(dialogues, verifier, SMALL.max_length, Counter()))
+    computed = StateStore.capture(verifier, documents, tmp_path / "computed")
+    gap = kept.pop(documents[2].content_hash)  # as if there had been no room for it
+    calls, states = [], type(verifier).states
+    monkeypatch.setattr(type(verifier), "states", lambda self, *rows: calls.append(1) or states(self, *rows))
+    store = StateStore.capture(verifier, documents, tmp_path / "kept", kept=kept)
+    assert len(calls) == 1 and gap.nbytes > 0
+    everything = range(len(documents))
+    found, wanted = store.states(everything), computed.states(everything)
+    last_rows = torch.tensor([len(document.input_ids) for document in documents]).cumsum(0) - 1
+    known = [i for i, row in enumerate(last_rows.tolist()) if i != 2 and not found.aux_BTAD[0, row].any()]
+    assert len(known) == len(documents) - 1, "the last token was never read"
+    found.aux_BTAD[0, last_rows], wanted.aux_BTAD[0, last_rows] = 0, 0
+    for field in fields(wanted):
+        torch.testing.assert_close(getattr(found, field.name), getattr(wanted, field.name), atol=1e-4, rtol=1e-4)
+    # ... and no gradient depends on that row.
+    vocab = DraftVocab.identity(verifier.vocab_size)
+    head = Eagle3Head(
+        Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab)),
+        verifier.embedding_VD,
+        vocab,
+    )
+    found.aux_BTAD[0, last_rows] = 1e4
+    losses = [ttt_loss(head, s, verifier.logits(s.last_PD), 3)[0].item() for s in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_states_are_kept_while_there_is_room(monkeypatch):
+    states = DocumentStates.of([torch.zeros(9, 3, 8)], [])
+    monkeypatch.setattr("data.memory.free_bytes", lambda _: 2.5 * states.nbytes / SHARE)
+    kept = Kept(torch.device("cpu"))
+    for name in "abc":
+        kept.add(name, states)
+    assert list(kept) == ["a", "b"]
 
 
 def test_a_verifier_that_never_ends_a_prompt(tmp_path, monkeypatch):

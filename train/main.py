@@ -152,7 +152,9 @@ def open_states(cfg: TrainConf, verifier: Verifier, prepared: Prepared) -> State
     """The training documents' states: from disk, computed once, or from the verifier in every step."""
     if not cfg.data.store:
         return OnlineStates(verifier, prepared.train)
-    return StateStore.capture(verifier, prepared.train, dtype=cfg.data.store_dtype)
+    store = StateStore.capture(verifier, prepared.train, dtype=cfg.data.store_dtype, kept=prepared.states)
+    prepared.states.clear()  # they are on the disk now
+    return store
 
 
 def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> HeadModule:
