@@ -47,6 +47,9 @@ class DataConf:
     max_length: int = 1024  # longer documents are clipped, with a count; no more than trainer.tokens_per_step
     temperature: float = 0.0  # of answers
     prompt_temperature: float = 1.0  # of prompts that the verifier writes
+    openings: list[str] = field(
+        default_factory=list
+    )  # their first words, in turn; "" and an empty list: its own choice
     batch_size: int = 64  # sequences generated at once
     validation: int = 24  # documents held out
     store: bool = True  # keep the verifier's states on disk; false: compute them in every step

@@ -26,6 +26,7 @@ class Sampling:
     max_length: int = 2048
     temperature: float = 0.0
     prompt_temperature: float = 1.0
+    openings: tuple[str, ...] = ()
     batch_size: int = 64
     seed: int = 0
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of the dialogues' folders; raise it when what the same settings give changes
+FORMAT = 3  # of the dialogues' folders; raise it when what the same settings give changes
 ANSWERS = ("regenerate", "given")
 
 
@@ -154,6 +154,7 @@ def _sampling(cfg: DataConf) -> Sampling:
         max_length=cfg.max_length,
         temperature=cfg.temperature,
         prompt_temperature=cfg.prompt_temperature,
+        openings=tuple(cfg.openings),
         batch_size=cfg.batch_size,
         seed=cfg.seed,
     )

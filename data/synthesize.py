@@ -1,7 +1,8 @@
 """Dialogues in the verifier's own words: it writes prompts and answers, both in one continuous batch.
 
 Prompt writing is the Magpie idea (2406.08464): after the template's user header, an aligned model continues with a
-user's prompt. Where that is usable, the same row goes on with its answer, so no token is computed twice.
+user's prompt, or with the rest of one that begins with a given opening. Where that is usable, the same row goes on with
+its answer, so no token is computed twice.
 
 Prompts are numbered, and everything is decided in the order of their numbers (which of two equal prompts counts, which
 dialogues a limit leaves out, what the append-only file has), whatever finished first: so a kill loses what is on its
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from data.memory import Kept
     from models.verifier import Verifier
 
-PROMPT_TOKENS = 96  # of a prompt that the verifier writes; longer ones are dropped
+PROMPT_TOKENS = 160  # that the verifier writes of a prompt; longer ones are dropped
 MIN_PROMPT_TOKENS = 4
 BARREN = 6  # batches of prompts in a row without a usable one after which to give up
 RECENT = 256  # dialogues whose median time says how long one takes
@@ -86,12 +87,14 @@ class _Writer:
     def __init__(self, verifier: Verifier, sampling: Sampling, clock: Clock, kept: Kept | None = None):
         self.verifier, self.sampling, self.clock, self.kept = verifier, sampling, clock, kept
         tokenizer = verifier.tokenizer
-        self.header, self.special = user_header_ids(tokenizer), set(tokenizer.all_special_ids)
+        self.openings = sampling.openings or ("",)  # dialogue n begins with opening n, counted round and round
+        self.headers = [user_header_ids(tokenizer, opening) for opening in self.openings]
+        self.special = set(tokenizer.all_special_ids)
         self.ends = frozenset(user_end_ids(tokenizer)) | frozenset(verifier.eos_ids)
-        bare = len(prompt_ids(tokenizer, [{"role": "user", "content": "?"}]))
+        bare = max(len(prompt_ids(tokenizer, [{"role": "user", "content": text + "?"}])) for text in self.openings)
         self.longest = min(bare + PROMPT_TOKENS, sampling.max_length)  # ids before an answer
         answered = min(self.longest + sampling.max_new_tokens, sampling.max_length)
-        self.capacity = max(len(self.header) + PROMPT_TOKENS, answered)
+        self.capacity = max(answered, *(len(header) + PROMPT_TOKENS for header in self.headers))
         self.number = self.next = clock.log.used
         self.first = {row["conversations"][0]["content"]: -1 for row in clock.log.rows}  # text -> lowest number
         self.prompts: dict[str, int] = {}
@@ -110,8 +113,8 @@ class _Writer:
             name = f"synthetic-{self.number}"
             self.prompts[name], self.begun[self.number] = self.number, time.monotonic()
             self.number += 1
-            temperature = self.sampling.prompt_temperature
-            yield Request(name, self.header, PROMPT_TOKENS, temperature, self.ends, self.prompt_written)
+            header, temperature = self.headers[self.prompts[name] % len(self.headers)], self.sampling.prompt_temperature
+            yield Request(name, header, PROMPT_TOKENS, temperature, self.ends, self.prompt_written)
 
     def prompt_written(self, generation: Generation) -> Request | None:
         """The answer to ask for; None, with the reason on record, when the prompt is not usable."""
@@ -174,13 +177,14 @@ class _Writer:
 
     def _ask(self, number: int, generation: Generation) -> Request:
         """The request for the answer to a finished prompt, less what its row has read already; raises Drop."""
-        text = _prompt_text(self.verifier.tokenizer, generation, self.special)
+        place = number % len(self.headers)
+        text = (self.openings[place] + _prompt_text(self.verifier.tokenizer, generation, self.special)).strip()
         name = generation.id
         dialogue = Dialogue(name, "synthetic", [{"role": "user", "content": text}])
         item = begin(self.verifier, name, dialogue, self.sampling)
         if len(item.ids) > self.longest:  # text that takes more tokens than it was written with
             raise Drop("prompt too long")
-        read = [*self.header, *generation.output_ids[:-1]]
+        read = [*self.headers[place], *generation.output_ids[:-1]]
         if item.ids[: len(read)] != read:
             raise Drop("prompt tokenised otherwise than it was written")
         if self.first.get(text, number) < number:
@@ -216,8 +220,8 @@ def _prompt_text(tokenizer, generation: Generation, special: set[int]) -> str:
     ids = generation.output_ids[:-1]
     if special.intersection(ids):
         raise Drop("special token in a prompt")
-    text = tokenizer.decode(ids).strip()
-    if not text or "\ufffd" in text:
+    text = tokenizer.decode(ids)
+    if not text.strip() or "\ufffd" in text:
         raise Drop("prompt empty or not text")
     if len(ids) < MIN_PROMPT_TOKENS:
         raise Drop("prompt too short")

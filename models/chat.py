@@ -43,13 +43,16 @@ def render(tokenizer, messages: list[dict[str, str]], add_generation_prompt: boo
     return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt))
 
 
-def user_header_ids(tokenizer) -> list[int]:
-    """Ids of the template cut right after the user header: what follows is a user's prompt (Magpie, 2406.08464)."""
+def user_header_ids(tokenizer, opening: str = "") -> list[int]:
+    """Ids of the template cut right after the user header, or after the first words of a user's prompt.
+
+    What follows is the prompt, or the rest of it (Magpie, 2406.08464).
+    """
     text = render_text(tokenizer, [{"role": "user", "content": SENTINEL}])
     header, found, _ = text.partition(SENTINEL)
     if not found:
         raise UserError("expected the chat template to write a user's text as it is, and it does not")
-    return encode(tokenizer, header)
+    return encode(tokenizer, header + opening)
 
 
 def user_end_ids(tokenizer) -> tuple[int, ...]:

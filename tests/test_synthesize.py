@@ -135,7 +135,7 @@ def test_late_no_prompt_is_begun(verifier, tmp_path):
     end = verifier.eos_ids[0]
     answer = writer.prompt_written(Generation("synthetic-1", [*words, end], "stop"))
     prompt = prompt_ids(verifier.tokenizer, turns("What is the capital?"))
-    assert answer.id == "synthetic-1-answer-0" and [*writer.header, *words, *answer.input_ids] == prompt
+    assert answer.id == "synthetic-1-answer-0" and [*writer.headers[0], *words, *answer.input_ids] == prompt
     writer.take(Generation("synthetic-1-answer-0", [5, 6, end], "stop"))
     assert not clock.rows and writer.next == 0, "number 0 is still on its way"
     # The same prompt, and the lower number counts.
@@ -152,6 +152,19 @@ def test_a_prompt_that_its_text_would_not_give_is_dropped(verifier, tmp_path):
     assert verifier.tokenizer("the fox", add_special_tokens=False)["input_ids"] != letters
     assert writer.prompt_written(Generation("synthetic-0", [*letters, verifier.eos_ids[0]], "stop")) is None
     assert writer.clock.counts == {"prompt tokenised otherwise than it was written": 1}
+
+
+def test_openings_in_turn(verifier, tmp_path):
+    steered = replace(SMALL, openings=("What is", "", "the quick"))
+    log = synthesize(verifier, tmp_path / "d.jsonl", steered, Limits(max_documents=9))
+    for row in log.rows:
+        opening = steered.openings[int(row["id"].removeprefix("synthetic-")) % 3]
+        assert row["conversations"][0]["content"].startswith(opening)
+        assert row["input_ids"][: row["answer_start"]] == prompt_ids(verifier.tokenizer, row["conversations"][:1])
+    free = synthesize(verifier, tmp_path / "e.jsonl", SMALL, Limits(max_documents=9))
+    texts = {row["id"]: row["conversations"] for row in free.rows}
+    same = [row["id"] for row in log.rows if texts.get(row["id"]) == row["conversations"]]
+    assert same and all(int(name.removeprefix("synthetic-")) % 3 == 1 for name in same)
 
 
 def test_states_are_kept_for_what_is_written(verifier, tmp_path, monkeypatch):
