@@ -32,6 +32,7 @@ class HeadConf:
     start: str = "verifier"  # "verifier": layer and norm from the verifier's; "random"
     start_layer: int = -1  # which decoder layer to start from
     start_lm_head: str = "verifier"  # "verifier" | "random"
+    train_lm_head: bool = True  # false: it stays as it starts, which saves a sixth of a step
     fc_norm: bool = False  # EAGLE-3.1 switches
     norm_output: bool = False
 

@@ -49,14 +49,14 @@ class _SoftCE(torch.autograd.Function):
     """The gradient is formed beside the loss, one block of rows at a time, and scaled in backward."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_RD, target_PR, label_N, row_weight_N, dtype, with_grad):
+    def forward(ctx, hidden_ND, weight_RD, target_PR, label_N, row_weight_N, dtype, hidden_grad, weight_grad):
         N, R = len(hidden_ND), len(weight_RD)
         wide = target_PR.dtype
         mass_P = target_PR.sum(-1).clamp_min(torch.finfo(wide).tiny)
         loss_N, overlap_N = target_PR.new_empty(N), target_PR.new_empty(N)
         choice_N = torch.empty(N, dtype=torch.int64, device=hidden_ND.device)
-        grad_hidden = torch.empty_like(hidden_ND) if with_grad else None
-        grad_weight = torch.zeros_like(weight_RD, dtype=wide) if with_grad else None
+        grad_hidden = torch.empty_like(hidden_ND) if hidden_grad else None
+        grad_weight = torch.zeros_like(weight_RD, dtype=wide) if weight_grad else None
         matrix_RD = weight_RD.to(dtype)
         size = max(64, CHUNK_ELEMENTS // R)
         for rows in (slice(i, i + size) for i in range(0, N, size)):
@@ -70,14 +70,16 @@ class _SoftCE(torch.autograd.Function):
             loss_N[rows] = top - chosen.log() - dot / mass  # log-sum-exp minus the teacher's mean logit
             choice_N[rows] = choice
             overlap_N[rows] = torch.minimum(p_target, q_draft).sum(-1)
-            if with_grad:
-                scale = (row_weight / mass).unsqueeze(1)
-                grad = q_draft.mul_(row_weight.unsqueeze(1)).addcmul_(p_target, scale, value=-1).to(dtype)
+            if not (hidden_grad or weight_grad):
+                continue
+            scale = (row_weight / mass).unsqueeze(1)
+            grad = q_draft.mul_(row_weight.unsqueeze(1)).addcmul_(p_target, scale, value=-1).to(dtype)
+            if hidden_grad:
                 grad_hidden[rows] = grad @ matrix_RD
-                if dtype == wide:
-                    grad_weight.addmm_(grad.T, hidden)
-                else:  # low-precision products, summed in float32
-                    grad_weight += grad.T @ hidden
+            if weight_grad and dtype == wide:
+                grad_weight.addmm_(grad.T, hidden)
+            elif weight_grad:  # low-precision products, summed in float32
+                grad_weight += grad.T @ hidden
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(loss_N, choice_N, overlap_N)
         loss_sum = (loss_N * row_weight_N).sum()
@@ -86,8 +88,8 @@ class _SoftCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_sum, *_):
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grad_sum.to(grad_weight.dtype)
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight * scale, None, None, None, None, None
+        scaled = [None if grad is None else grad * grad_sum.to(grad.dtype) for grad in (grad_hidden, grad_weight)]
+        return *scaled, *[None] * 6
 
 
 def soft_ce(hidden_ND: Tensor, weight_RD: Tensor, target_PR: Tensor, label_N: Tensor, row_weight_N: Tensor) -> SoftCE:
@@ -99,11 +101,11 @@ def soft_ce(hidden_ND: Tensor, weight_RD: Tensor, target_PR: Tensor, label_N: Te
     label_N:      teacher row of each row.  row_weight_N: its weight in the sum; 0 leaves it out.
     Matrix products follow autocast, the rest is in target's dtype.
     """
-    with_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_RD.requires_grad)
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden_ND, weight_RD)]
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_RD.dtype
     with torch.autocast(device, enabled=False):
-        return SoftCE(*_SoftCE.apply(hidden_ND, weight_RD, target_PR, label_N, row_weight_N, dtype, with_grad))
+        return SoftCE(*_SoftCE.apply(hidden_ND, weight_RD, target_PR, label_N, row_weight_N, dtype, *wanted))
 
 
 def ttt_loss(

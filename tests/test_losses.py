@@ -113,6 +113,9 @@ def test_fused_lm_head_passes_gradcheck_across_blocks(monkeypatch):
     torch.testing.assert_close(soft_ce(hidden, weight, target, label, row_weight).loss_N, plain.detach())
     with torch.no_grad():
         assert soft_ce(hidden, weight, target, label, row_weight).loss_sum == pytest.approx(float(plain @ row_weight))
+    both = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    for index, (h, w) in enumerate([(hidden, weight.detach()), (hidden.detach(), weight)]):  # the other one frozen
+        assert torch.equal(torch.autograd.grad(loss(h, w), (h, w)[index])[0], both[index])
 
 
 def test_teacher_argmax_outside_the_draft_vocabulary_is_a_miss_without_loss():

@@ -85,6 +85,16 @@ def test_resumes_bitwise_across_an_epoch(verifier, tmp_path, name):
     assert rows[0] == rows[1] and len(rows[0]) == 5  # the header and steps 2, 4, 6, 8
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_frozen_lm_head_stays_as_it_starts(verifier, name):
+    module = make(verifier, steps=4, name=name)
+    module.head.lm_head.requires_grad_(False)
+    before = parameters(module)
+    fit(module, CPU, [])
+    changed = {key for key, value in parameters(module).items() if not torch.equal(value, before[key])}
+    assert changed == set(before) - {"lm_head.weight"}
+
+
 def test_checkpoint_holds_the_head_and_nothing_else(verifier, tmp_path):
     module = make(verifier, 2)
     fit(module, CPU, [KeepLast(tmp_path, 1)])

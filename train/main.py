@@ -190,6 +190,7 @@ def build_head(cfg: TrainConf, verifier: Verifier, vocab: DraftVocab) -> Eagle3H
         layer=cfg.head.start == "verifier",
         lm_head=cfg.head.start_lm_head == "verifier",
     )
+    head.lm_head.requires_grad_(cfg.head.train_lm_head)
     return head
 
 
