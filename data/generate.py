@@ -259,7 +259,8 @@ def _leave(cache: KVCache, live: list[_Row], row_of: Callable[[Request], _Row]) 
         if not row.request.then:
             finished.append(row.finished(reason))
         elif following := row.request.then(Generation(row.request.id, row.output_ids, reason)):
-            live[index] = replace(row_of(following), reading=deque(following.input_ids), aux=row.aux)
+            unread = [] if stopped else row.output_ids[-1:]
+            live[index] = replace(row_of(following), reading=deque([*unread, *following.input_ids]), aux=row.aux)
             staying.append(index)
     if len(staying) < len(live):
         head = [index for index in staying if index < len(staying)]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from data.memory import Kept
     from models.verifier import Verifier
 
-PROMPT_TOKENS = 160  # that the verifier writes of a prompt; longer ones are dropped
+PROMPT_TOKENS = 96  # that the verifier writes of a prompt; what is longer is answered as far as it goes
 MIN_PROMPT_TOKENS = 4
 BARREN = 6  # batches of prompts in a row without a usable one after which to give up
 RECENT = 256  # dialogues whose median time says how long one takes
@@ -100,9 +100,11 @@ class _Writer:
         self.prompts: dict[str, int] = {}
         self.answers: dict[str, tuple[int, Growing]] = {}
         self.begun: dict[int, float] = {}
+        self.ended: dict[int, str] = {}  # how the prompt did: "stop" or "length"
         self.done: dict[int, dict | str] = {}
         self.seconds: deque[float] = deque(maxlen=RECENT)  # that the last dialogues took
-        self.answered, self.tokens, self.barren = 0, 0, 0  # answers and their tokens in this run; prompts for nothing
+        self.answered, self.tokens = 0, 0  # answers and their tokens in this run
+        self.barren = 0  # numbers in a row without a prompt that is usable and came to its end
 
     def requests(self) -> Iterator[Request | None]:
         """What to write next, without end; None: nothing until something else is finished."""
@@ -130,7 +132,7 @@ class _Writer:
         number, item = self.answers.pop(generation.id)
         self.seconds.append(time.monotonic() - self.begun[number])
         grow(self.verifier, item, generation, self.sampling, Counter())
-        row = to_row(item)
+        row = to_row(item) | {"prompt_finish_reason": self.ended.pop(number)}
         self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
         if self.kept is not None:
             self.kept.add(Document(item.name, item.ids, item.spans).content_hash, generation.states)
@@ -142,7 +144,7 @@ class _Writer:
         self.done[number] = found
         self._settle()
         if self.barren >= BARREN * self.sampling.batch_size and not self.clock.late():
-            reasons = describe(self.clock.counts)
+            reasons = describe(self.clock.counts) or f"none ends within {PROMPT_TOKENS} tokens"
             raise UserError(f"{self.verifier.name} writes no usable prompts ({reasons}); give prompts: data.path=FILE")
 
     def give_up(self) -> None:
@@ -184,12 +186,12 @@ class _Writer:
         item = begin(self.verifier, name, dialogue, self.sampling)
         if len(item.ids) > self.longest:  # text that takes more tokens than it was written with
             raise Drop("prompt too long")
-        read = [*self.headers[place], *generation.output_ids[:-1]]
+        read = [*self.headers[place], *_written(generation)]
         if item.ids[: len(read)] != read:
             raise Drop("prompt tokenised otherwise than it was written")
         if self.first.get(text, number) < number:
             raise Drop("duplicate prompt")
-        self.first[text] = number
+        self.first[text], self.ended[number] = number, generation.finish_reason
         request = request_of(item, self.sampling)
         self.answers[request.id] = number, item
         return replace(request, input_ids=item.ids[len(read) :])
@@ -203,21 +205,22 @@ class _Writer:
                 found = "duplicate prompt"  # of a lower number that was written later
             if isinstance(found, dict):
                 clock.add(found)
-                self.barren = 0
             else:
                 clock.counts[found] += 1
-                self.barren += 1
+            ended = isinstance(found, dict) and found["prompt_finish_reason"] == "stop"
+            self.barren = 0 if ended else self.barren + 1
             self.next += 1
             if clock.due():
                 clock.close(self.next)
 
 
+def _written(generation: Generation) -> list[int]:
+    """The tokens of a prompt, without the one that ended it."""
+    return generation.output_ids[:-1] if generation.finish_reason == "stop" else generation.output_ids
+
+
 def _prompt_text(tokenizer, generation: Generation, special: set[int]) -> str:
-    if generation.finish_reason == "cut":
-        raise Drop("prompt unfinished at the deadline")
-    if generation.finish_reason == "length":
-        raise Drop("prompt too long")
-    ids = generation.output_ids[:-1]
+    ids = _written(generation)
     if special.intersection(ids):
         raise Drop("special token in a prompt")
     text = tokenizer.decode(ids)

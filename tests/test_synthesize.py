@@ -154,6 +154,17 @@ def test_a_prompt_that_its_text_would_not_give_is_dropped(verifier, tmp_path):
     assert writer.clock.counts == {"prompt tokenised otherwise than it was written": 1}
 
 
+def test_a_long_prompt_is_answered_as_far_as_it_goes(verifier, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.synthesize.PROMPT_TOKENS", 12)
+    log = synthesize(verifier, tmp_path / "d.jsonl", SMALL, Limits(max_documents=12))
+    cut = [row for row in log.rows if row["prompt_finish_reason"] == "length"]
+    assert 0 < len(cut) < len(log.rows)
+    for row in cut:
+        start = row["answer_start"]
+        assert start == len(prompt_ids(verifier.tokenizer, turns(""))) + 12
+        assert row["input_ids"][start:] == plain_argmax(verifier, row["input_ids"][:start], SMALL.max_new_tokens)
+
+
 def test_openings_in_turn(verifier, tmp_path):
     steered = replace(SMALL, openings=("What is", "", "the quick"))
     log = synthesize(verifier, tmp_path / "d.jsonl", steered, Limits(max_documents=9))
@@ -211,8 +222,8 @@ def test_states_are_kept_while_there_is_room(monkeypatch):
 def test_a_verifier_that_never_ends_a_prompt(tmp_path, monkeypatch):
     monkeypatch.setattr("data.synthesize.PROMPT_TOKENS", 8)
     mute = tiny_writer(end=0.0)
-    with pytest.raises(UserError, match="no usable prompts .*prompt too long"):
-        synthesize(mute, tmp_path / "d.jsonl", SMALL, Limits(max_documents=2))
+    with pytest.raises(UserError, match="no usable prompts"):
+        synthesize(mute, tmp_path / "d.jsonl", SMALL, Limits(max_documents=200))
 
 
 CHILD = """
