@@ -41,6 +41,7 @@ class HeadConf:
 class DataConf:
     path: Any = None  # JSONL(.gz) file, list, folder or glob; null: the verifier writes the dialogues
     answers: str = "regenerate"  # "regenerate": the verifier answers; "given": keep the file's answers
+    supervised: str = "answers"  # "dialogue": also the prompts, where the verifier has written them itself
     max_documents: int | None = None
     max_tokens: int | None = None  # answer tokens
     minutes: float | None = None

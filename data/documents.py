@@ -42,10 +42,20 @@ class Document:
         return sum(end - start for start, end in self.spans)
 
     @property
+    def ids_hash(self) -> str:
+        """sha256 hex of the ids alone."""
+        return ids_hash(self.input_ids)
+
+    @property
     def content_hash(self) -> str:
         """sha256 hex of ids and spans; name and source do not enter."""
         flat = array("q", [len(self.input_ids), *self.input_ids, *(edge for span in self.spans for edge in span)])
         return hashlib.sha256(flat.tobytes()).hexdigest()
+
+
+def ids_hash(ids: Sequence[int]) -> str:
+    """sha256 hex of token ids."""
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()
 
 
 def clip(document: Document, max_length: int) -> Document:

@@ -66,7 +66,7 @@ class Generation:
 class _Row:
     """A sequence of the batch: what it is to write, what it has written, and what it still has to read before that.
 
-    aux: captured states of all tokens read, in pieces [n, A, D].   laws: (last, top, lse) at each output token read.
+    states: those of all tokens read, in pieces (DocumentStates.of).
     """
 
     request: Request
@@ -76,11 +76,10 @@ class _Row:
     uniform: np.ndarray  # one number per token to come; empty at temperature 0
     reading: deque[int] = field(default_factory=deque)
     output_ids: list[int] = field(default_factory=list)
-    aux: list[Tensor] = field(default_factory=list)
-    laws: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    states: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def finished(self, reason: str) -> Generation:
-        states = DocumentStates.of(self.aux, self.laws) if self.aux else None
+        states = DocumentStates.of(self.states) if self.states else None
         return Generation(self.request.id, self.output_ids, reason, states)
 
 
@@ -196,23 +195,16 @@ def _step(verifier: Verifier, cache: KVCache, live: list[_Row], capture: bool) -
     tokens_BT = torch.tensor([[row.reading[0] if row.reading else row.output_ids[-1]] for row in live])
     decoded = verifier.decode(cache, tokens_BT.to(verifier.device), logits="last", capture=capture)
     if capture:
-        _keep(live, decoded)
+        top_B, lse_B = decoded.logits.argmax(-1), decoded.logits.logsumexp(-1)
+        parts = [part.cpu() for part in (decoded.aux_BTAD[:, 0], decoded.last_BTD[:, 0], top_B, lse_B)]
+        for index, row in enumerate(live):
+            row.states.append(tuple(part[index : index + 1] for part in parts))
     for row in live:
         if row.reading:
             row.reading.popleft()
     places = [index for index, row in enumerate(live) if not row.reading]
     _extend([live[index] for index in places], decoded.logits[places] if len(places) < len(live) else decoded.logits)
     return len(places)
-
-
-def _keep(live: Sequence[_Row], decoded: Decoded) -> None:
-    """Add the states of a decode of one token per row to the rows'."""
-    top_B, lse_B = decoded.logits.argmax(-1).cpu(), decoded.logits.logsumexp(-1).cpu()
-    aux_BTAD, last_BD = decoded.aux_BTAD.cpu(), decoded.last_BTD[:, 0].cpu()
-    for index, row in enumerate(live):
-        row.aux.append(aux_BTAD[index])
-        if not row.reading:
-            row.laws.append((last_BD[index], top_B[index], lse_B[index]))
 
 
 def _admit(
@@ -237,11 +229,18 @@ def _admit(
         for index, prompt in enumerate(group):
             rows = same[prompt]
             _extend(rows, decoded.logits[index].expand(len(rows), -1))
+            states = _prefilled(verifier, decoded, index, len(prompt)) if capture else None
             for row in rows:
                 cache.place(len(live), own, index)
                 live.append(row)
                 if capture:
-                    row.aux.append(decoded.aux_BTAD[index, : len(prompt)].cpu())
+                    row.states.append(states)
+
+
+def _prefilled(verifier: Verifier, decoded: Decoded, index: int, length: int) -> tuple[Tensor, ...]:
+    """The states of one prompt of a prefill."""
+    aux_TAD, last_TD = decoded.aux_BTAD[index, :length], decoded.last_BTD[index, :length]
+    return tuple(part.cpu() for part in (aux_TAD, last_TD, *verifier.top_and_lse(last_TD)))
 
 
 def _leave(cache: KVCache, live: list[_Row], row_of: Callable[[Request], _Row]) -> tuple[list[Generation], list[_Row]]:
@@ -260,7 +259,7 @@ def _leave(cache: KVCache, live: list[_Row], row_of: Callable[[Request], _Row]) 
             finished.append(row.finished(reason))
         elif following := row.request.then(Generation(row.request.id, row.output_ids, reason)):
             unread = [] if stopped else row.output_ids[-1:]
-            live[index] = replace(row_of(following), reading=deque([*unread, *following.input_ids]), aux=row.aux)
+            live[index] = replace(row_of(following), reading=deque([*unread, *following.input_ids]), states=row.states)
             staying.append(index)
     if len(staying) < len(live):
         head = [index for index in staying if index < len(staying)]

@@ -39,7 +39,7 @@ def rows_that_fit(verifier: Verifier, rows: int, capacity: int) -> int:
 
 
 class Kept(dict[str, "DocumentStates"]):
-    """States by their document's content hash, until they fill `SHARE` of the memory that is free at first."""
+    """States by the hash of their document's ids, until they fill `SHARE` of the memory that is free at first."""
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from data.regenerate import regenerate
 from data.sources import Dialogue, files_hash, parse_row, read_dialogues, resolve
 from data.synthesize import synthesize
 from data.tokens import tokenize
+from models.chat import user_header_ids
 
 if TYPE_CHECKING:
     from conf.schema import DataConf
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 3  # of the dialogues' folders; raise it when what the same settings give changes
 ANSWERS = ("regenerate", "given")
+SUPERVISED = ("answers", "dialogue")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Prepared:
 
     folder: where dialogues and settings lie.  content_hash: of train and validation documents, for provenance.
     counts: documents, tokens and answer tokens of both parts, and what was dropped, by reason, under "dropped".
-    states: by content hash, those of the verifier's states that its writing has left behind.
+    states: by hash of the ids, those of the verifier's states that its writing has left behind.
     """
 
     train: list[Document]
@@ -61,11 +63,11 @@ def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
     their last bits on what shared the batch). Raises UserError for
     settings that cannot work, for files without a usable row, and when fewer than two documents come out.
     """
-    folder = dialogues_folder(cfg, verifier)
+    writes, folder = needs_verifier(cfg), dialogues_folder(cfg, verifier)
     dropped: Counter[str] = Counter()
     reuse = cfg.store and cfg.minutes is not None and verifier.device.type == "cpu"
     kept = Kept(verifier.device) if reuse else None
-    if needs_verifier(cfg):
+    if writes:
         rows = write_dialogues(cfg, verifier, folder, kept)
         dropped.update(rows.counts)
         dialogues: Iterable[Dialogue] = (parse_row(json.dumps(row), row["id"]) for row in rows.rows)
@@ -78,9 +80,14 @@ def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
             "give more data: data.path, data.max_documents, data.max_tokens or data.minutes"
         )
     train, validation, duplicates = split(documents, cfg.validation)
+    totals = {"train": _totals(train), "validation": _totals(validation)}
+    if cfg.supervised == "dialogue":
+        start = len(user_header_ids(verifier.tokenizer))
+        train = [replace(document, spans=[(start, len(document.input_ids))]) for document in train]
+        totals["train"]["labels"] = sum(document.labels for document in train)
     dropped["duplicate document"] += duplicates
     dropped = +dropped  # without zeros
-    counts = {"train": _totals(train), "validation": _totals(validation), "dropped": dict(dropped)}
+    counts = {**totals, "dropped": dict(dropped)}
     if len(validation) < cfg.validation:
         log.info(f"validation: {len(validation)} of {cfg.validation} documents, a fifth of all at most")
     if dropped:
@@ -90,9 +97,16 @@ def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
 
 
 def needs_verifier(cfg: DataConf) -> bool:
-    """Whether the verifier has to write anything for these settings; UserError for an unknown `answers`."""
+    """Whether the verifier has to write anything for these settings; UserError for settings that make no sense."""
     if cfg.answers not in ANSWERS:
         raise UserError(f"expected data.answers to be one of {', '.join(ANSWERS)}, found {cfg.answers!r}")
+    if cfg.supervised not in SUPERVISED:
+        raise UserError(f"expected data.supervised to be one of {', '.join(SUPERVISED)}, found {cfg.supervised!r}")
+    if cfg.supervised == "dialogue" and cfg.path is not None:
+        raise UserError(
+            "data.supervised=dialogue trains on prompts too, so the verifier must have written them: expected no "
+            f"data.path with it, found {cfg.path}"
+        )
     return cfg.path is None or cfg.answers == "regenerate"
 
 

@@ -68,7 +68,7 @@ class StateStore:
     ) -> StateStore:
         """The store of these documents, computing what is not there yet. Default folder: by content key in the cache.
 
-        kept: by content hash, states that are at hand from generation and need no computing.
+        kept: by hash of the ids, states that are at hand from generation and need no computing.
         Shards appear whole or not at all, so a killed run continues where it was. Raises UserError for an unknown
         dtype, or when the disk cannot hold the states (before anything is computed).
         """
@@ -201,11 +201,11 @@ def _write_shard(
     kept: Mapping[str, DocumentStates],
 ) -> dict:
     parts: dict[str, list[Tensor]] = {"aux": [], "last": [], "top": [], "lse": []}
-    for states in _pieces(verifier, documents, kept):
-        parts["aux"].append(states.aux_TAD.to(FILE_DTYPES[dtype]).cpu())
-        parts["last"].append(states.last_LD.to(FILE_DTYPES[dtype]).cpu())
-        parts["top"].append(states.top_L.cpu())
-        parts["lse"].append(states.lse_L.float().cpu())
+    for aux_TAD, last_PD, top_P, lse_P in _pieces(verifier, documents, kept):
+        parts["aux"].append(aux_TAD.to(FILE_DTYPES[dtype]).cpu())
+        parts["last"].append(last_PD.to(FILE_DTYPES[dtype]).cpu())
+        parts["top"].append(top_P.cpu())
+        parts["lse"].append(lse_P.float().cpu())
     path = folder / f"states-{number:05d}.safetensors"
     temporary = path.with_suffix(".tmp")
     save_file({name: torch.cat(pieces).contiguous() for name, pieces in parts.items()}, temporary)
@@ -215,13 +215,16 @@ def _write_shard(
 
 def _pieces(
     verifier: Verifier, documents: Sequence[Document], kept: Mapping[str, DocumentStates]
-) -> Iterator[DocumentStates]:
-    """States of the documents in their order: those at hand one by one, the others computed several at once."""
-    for at_hand, run in groupby(documents, lambda document: document.content_hash in kept):
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """(aux_TAD, last_PD, top_P, lse_P) of the documents in order: those at hand one by one, others several at once."""
+    for at_hand, run in groupby(documents, lambda document: document.ids_hash in kept):
+        group = list(run)
         if at_hand:
-            yield from (kept[document.content_hash] for document in run)
+            for document in group:
+                states, (_, _, _, span_BT) = kept[document.ids_hash], packed_rows([document])
+                row_P = label_rows(span_BT)
+                yield states.aux_TAD, states.last_TD[row_P], states.top_T[row_P], states.lse_T[row_P]
             continue
-        missing = list(run)
-        for first, last in _shards(missing, FORWARD_TOKENS):
-            states = verifier.states(*(row.to(verifier.device) for row in packed_rows(missing[first:last])))
-            yield DocumentStates(states.aux_BTAD[0], states.last_PD, states.top_P, states.lse_P)
+        for first, last in _shards(group, FORWARD_TOKENS):
+            states = verifier.states(*(row.to(verifier.device) for row in packed_rows(group[first:last])))
+            yield states.aux_BTAD[0], states.last_PD, states.top_P, states.lse_P

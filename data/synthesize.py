@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 from conf.errors import UserError
 from data.answers import Growing, Sampling, begin, grow, request_of, to_row
 from data.clock import Clock, Limits, answer_tokens
-from data.documents import Document, Drop, describe
+from data.documents import Drop, describe, ids_hash
 from data.generate import Generation, Request, generate
 from data.log import RoundLog
 from data.progress import Meter
 from data.sources import Dialogue
-from data.tokens import prompt_ids
-from models.chat import user_end_ids, user_header_ids
+from data.tokens import prompt_ids, same_text
+from models.chat import user_closing_ids, user_end_ids, user_header_ids
 
 if TYPE_CHECKING:
     from data.memory import Kept
@@ -39,7 +39,7 @@ PROMPT_TOKENS = 96  # that the verifier writes of a prompt; what is longer is an
 MIN_PROMPT_TOKENS = 4
 BARREN = 6  # batches of prompts in a row without a usable one after which to give up
 RECENT = 256  # dialogues whose median time says how long one takes
-LATE = 0.6  # of that time: a dialogue is begun while its prompt and some of its answer can still be had
+LATE = 0.4  # of that time: a dialogue is begun while its prompt and the start of its answer can still be had
 
 
 def synthesize(
@@ -89,6 +89,7 @@ class _Writer:
         tokenizer = verifier.tokenizer
         self.openings = sampling.openings or ("",)  # dialogue n begins with opening n, counted round and round
         self.headers = [user_header_ids(tokenizer, opening) for opening in self.openings]
+        self.closing = user_closing_ids(tokenizer)
         self.special = set(tokenizer.all_special_ids)
         self.ends = frozenset(user_end_ids(tokenizer)) | frozenset(verifier.eos_ids)
         bare = max(len(prompt_ids(tokenizer, [{"role": "user", "content": text + "?"}])) for text in self.openings)
@@ -135,7 +136,7 @@ class _Writer:
         row = to_row(item) | {"prompt_finish_reason": self.ended.pop(number)}
         self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
         if self.kept is not None:
-            self.kept.add(Document(item.name, item.ids, item.spans).content_hash, generation.states)
+            self.kept.add(ids_hash(item.ids), generation.states)
         self._close(number, row)
 
     def _close(self, number: int, found: dict | str) -> None:
@@ -180,21 +181,20 @@ class _Writer:
     def _ask(self, number: int, generation: Generation) -> Request:
         """The request for the answer to a finished prompt, less what its row has read already; raises Drop."""
         place = number % len(self.headers)
-        text = (self.openings[place] + _prompt_text(self.verifier.tokenizer, generation, self.special)).strip()
+        text = self.openings[place] + _prompt_text(self.verifier.tokenizer, generation, self.special)
         name = generation.id
         dialogue = Dialogue(name, "synthetic", [{"role": "user", "content": text}])
         item = begin(self.verifier, name, dialogue, self.sampling)
-        if len(item.ids) > self.longest:  # text that takes more tokens than it was written with
-            raise Drop("prompt too long")
-        read = [*self.headers[place], *_written(generation)]
-        if item.ids[: len(read)] != read:
-            raise Drop("prompt tokenised otherwise than it was written")
+        ids = [*self.headers[place], *_written(generation), *self.closing]
+        if not same_text(self.verifier.tokenizer, ids, item.ids):
+            raise Drop("the template changes the prompt's text")
+        item.ids = ids
         if self.first.get(text, number) < number:
             raise Drop("duplicate prompt")
         self.first[text], self.ended[number] = number, generation.finish_reason
         request = request_of(item, self.sampling)
         self.answers[request.id] = number, item
-        return replace(request, input_ids=item.ids[len(read) :])
+        return replace(request, input_ids=self.closing)
 
     def _settle(self) -> None:
         """Hand on what is done, in the order of the numbers."""

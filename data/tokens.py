@@ -63,6 +63,11 @@ def prompt_ids(tokenizer, messages: Sequence[dict]) -> list[int]:
     return _render(tokenizer, messages, True)
 
 
+def same_text(tokenizer, ids: list[int], others: list[int]) -> bool:
+    """Whether ids stand for the same text: what a model writes need not be cut into tokens as the tokenizer cuts it."""
+    return ids == others or tokenizer.decode(ids) == tokenizer.decode(others)
+
+
 def next_turn_ids(verifier: Verifier, messages: Sequence[dict]) -> list[int]:
     """What the template writes after the last answer's end-of-turn token, up to the next answer's header.
 
@@ -140,7 +145,7 @@ def _from_ids(dialogue: Dialogue, verifier: Verifier) -> tuple[list[int], list[t
         raise Drop("token id outside the vocabulary")
     first = next((i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"), None)
     prompt = dialogue.messages[:first]
-    if prompt and ids[: spans[0][0]] != prompt_ids(verifier.tokenizer, prompt):
+    if prompt and not same_text(verifier.tokenizer, ids[: spans[0][0]], prompt_ids(verifier.tokenizer, prompt)):
         raise Drop("prompt ids differ from this template's rendering (written by another model?)")
     if any(token in verifier.eos_ids for start, end in spans for token in ids[start : end - 1]):
         raise Drop("end-of-turn token inside an answer")

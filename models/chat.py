@@ -55,6 +55,12 @@ def user_header_ids(tokenizer, opening: str = "") -> list[int]:
     return encode(tokenizer, header + opening)
 
 
+def user_closing_ids(tokenizer) -> list[int]:
+    """Ids of what the template writes after a user's prompt, up to where the answer begins."""
+    text = render_text(tokenizer, [{"role": "user", "content": SENTINEL}], add_generation_prompt=True)
+    return encode(tokenizer, text.partition(SENTINEL)[2])
+
+
 def user_end_ids(tokenizer) -> tuple[int, ...]:
     """Ids of special tokens that may end a user's prompt: the first one after the content."""
     text = render_text(tokenizer, [{"role": "user", "content": SENTINEL}])

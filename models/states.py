@@ -44,26 +44,21 @@ class VerifierStates:
 
 @dataclass(frozen=True)
 class DocumentStates:
-    """One document's part of the record, as generation leaves it behind: a document of one span, at its end.
+    """What the verifier computes for one document, at all T of its tokens (the record keeps the label rows' laws).
 
-    aux_TAD: at every token; zero at the last one, which the verifier never read (no anchor sees it: the last anchor
-    is two rows before).   last_LD, top_L, lse_L: at the L label rows.
+    Of a document left behind by generation, the last row is zero everywhere: the verifier never read that token, and
+    nothing depends on it (the last label row is the one before, the last anchor two before).
     """
 
     aux_TAD: Tensor
-    last_LD: Tensor
-    top_L: Tensor
-    lse_L: Tensor
+    last_TD: Tensor
+    top_T: Tensor
+    lse_T: Tensor
 
     @classmethod
-    def of(cls, aux: Sequence[Tensor], laws: Sequence[tuple[Tensor, Tensor, Tensor]]) -> DocumentStates:
-        """From pieces [n, A, D] of all tokens read, and (last [D], top, lse) of each output token read."""
-        aux_TAD = torch.cat([*aux, torch.zeros_like(aux[0][:1])])
-        if not laws:
-            none = aux_TAD.new_empty(0)
-            return cls(aux_TAD, none.view(0, aux_TAD.shape[-1]), none.long(), none.float())
-        last, top, lse = zip(*laws, strict=True)
-        return cls(aux_TAD, torch.stack(last), torch.stack(top), torch.stack(lse).float())
+    def of(cls, pieces: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> DocumentStates:
+        """From (aux [n, A, D], last [n, D], top [n], lse [n]) of all tokens but the last, in order."""
+        return cls(*(torch.cat([*parts, torch.zeros_like(parts[0][:1])]) for parts in zip(*pieces, strict=True)))
 
     @property
     def nbytes(self) -> int:

@@ -14,16 +14,19 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from conf.schema import DataConf
 from data.answers import Sampling
 from data.clock import Clock, Limits
 from data.generate import Generation
 from data.log import CLOSES, RoundLog
 from data.memory import SHARE, Kept
+from data.prepare import prepare
 from data.regenerate import regenerate
 from data.sources import Dialogue, parse_row
 from data.store import StateStore
 from data.synthesize import _Writer, synthesize
-from data.tokens import prompt_ids, to_document, tokenize
+from data.tokens import prompt_ids, same_text, to_document, tokenize
+from models.chat import user_header_ids
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.losses import ttt_loss
 from models.states import DocumentStates
@@ -55,7 +58,8 @@ def test_synthesis_writes_what_the_verifier_says(verifier, tmp_path):
     assert len(set(texts)) == 10
     for row in log.rows[:5]:
         start = row["answer_start"]
-        assert row["input_ids"][:start] == prompt_ids(verifier.tokenizer, row["conversations"][:1])
+        prompt = prompt_ids(verifier.tokenizer, row["conversations"][:1])
+        assert same_text(verifier.tokenizer, row["input_ids"][:start], prompt)
         assert row["input_ids"][start:] == plain_argmax(verifier, row["input_ids"][:start], SMALL.max_new_tokens)
         assert row["finish_reason"] == ("stop" if row["input_ids"][-1] in verifier.eos_ids else "length")
         if len(row["input_ids"]) - start > 1:
@@ -145,13 +149,30 @@ def test_late_no_prompt_is_begun(verifier, tmp_path):
     assert writer.next == 2 and clock.counts == {"duplicate prompt": 1}
 
 
-def test_a_prompt_that_its_text_would_not_give_is_dropped(verifier, tmp_path):
+def test_a_prompt_keeps_the_tokens_that_it_was_written_with(verifier, tmp_path):
     writer = _Writer(verifier, SMALL, Clock(RoundLog(tmp_path / "d.jsonl"), Limits(max_documents=3)))
     next(writer.requests())
     letters = [verifier.tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "the fox"]
+    end = verifier.eos_ids[0]
     assert verifier.tokenizer("the fox", add_special_tokens=False)["input_ids"] != letters
-    assert writer.prompt_written(Generation("synthetic-0", [*letters, verifier.eos_ids[0]], "stop")) is None
-    assert writer.clock.counts == {"prompt tokenised otherwise than it was written": 1}
+    assert writer.prompt_written(Generation("synthetic-0", [*letters, end], "stop"))
+    writer.take(Generation("synthetic-0-answer-0", [7, 8, end], "stop"))
+    row = writer.clock.rows[0]
+    assert row["conversations"][0]["content"] == "the fox"
+    assert row["input_ids"] == [*writer.headers[0], *letters, *writer.closing, 7, 8, end]
+    assert to_document(parse_row(json.dumps(row), "x"), verifier).input_ids == row["input_ids"]
+
+
+def test_a_template_that_changes_the_text_costs_the_prompt(tmp_path, monkeypatch):
+    verifier = tiny_writer(end=5.0)
+    trims = verifier.tokenizer.chat_template.replace("message['content']", "message['content'] | trim")
+    assert trims != verifier.tokenizer.chat_template
+    monkeypatch.setattr(verifier.tokenizer, "chat_template", trims)
+    writer = _Writer(verifier, SMALL, Clock(RoundLog(tmp_path / "d.jsonl"), Limits(max_documents=3)))
+    next(writer.requests())
+    words = verifier.tokenizer(" The quick brown fox ", add_special_tokens=False)["input_ids"]
+    assert writer.prompt_written(Generation("synthetic-0", [*words, verifier.eos_ids[0]], "stop")) is None
+    assert writer.clock.counts == {"the template changes the prompt's text": 1}
 
 
 def test_a_long_prompt_is_answered_as_far_as_it_goes(verifier, tmp_path, monkeypatch):
@@ -171,7 +192,8 @@ def test_openings_in_turn(verifier, tmp_path):
     for row in log.rows:
         opening = steered.openings[int(row["id"].removeprefix("synthetic-")) % 3]
         assert row["conversations"][0]["content"].startswith(opening)
-        assert row["input_ids"][: row["answer_start"]] == prompt_ids(verifier.tokenizer, row["conversations"][:1])
+        prompt = prompt_ids(verifier.tokenizer, row["conversations"][:1])
+        assert same_text(verifier.tokenizer, row["input_ids"][: row["answer_start"]], prompt)
     free = synthesize(verifier, tmp_path / "e.jsonl", SMALL, Limits(max_documents=9))
     texts = {row["id"]: row["conversations"] for row in free.rows}
     same = [row["id"] for row in log.rows if texts.get(row["id"]) == row["conversations"]]
@@ -185,12 +207,12 @@ def test_states_are_kept_for_what_is_written(verifier, tmp_path, monkeypatch):
     dialogues = (parse_row(json.dumps(row), row["id"]) for row in log.rows)
     documents = list(tokenize(dialogues, verifier, SMALL.max_length, Counter()))
     computed = StateStore.capture(verifier, documents, tmp_path / "computed")
-    gap = kept.pop(documents[2].content_hash)  # as if there had been no room for it
+    gap = kept.pop(documents[2].ids_hash)  # as if there had been no room for it
     calls, states = [], type(verifier).states
     monkeypatch.setattr(type(verifier), "states", lambda self, *rows: calls.append(1) or states(self, *rows))
     store = StateStore.capture(verifier, documents, tmp_path / "kept", kept=kept)
     assert len(calls) == 1 and gap.nbytes > 0
-    everything = range(len(documents))
+    everything = list(range(len(documents)))
     found, wanted = store.states(everything), computed.states(everything)
     last_rows = torch.tensor([len(document.input_ids) for document in documents]).cumsum(0) - 1
     known = [i for i, row in enumerate(last_rows.tolist()) if i != 2 and not found.aux_BTAD[0, row].any()]
@@ -210,8 +232,30 @@ def test_states_are_kept_for_what_is_written(verifier, tmp_path, monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_the_whole_dialogue_can_be_supervised(verifier, tmp_path, monkeypatch):
+    monkeypatch.setenv("EYRIE_CACHE", str(tmp_path))
+    settings = DataConf(path=None, minutes=0.1, max_new_tokens=12, max_length=256, batch_size=4, validation=2)
+    answers = prepare(settings, verifier)
+    whole = prepare(replace(settings, supervised="dialogue"), verifier)
+    start = len(user_header_ids(verifier.tokenizer))
+    assert [document.input_ids for document in whole.train] == [document.input_ids for document in answers.train]
+    assert all(document.spans == [(start, len(document.input_ids))] for document in whole.train)
+    assert whole.validation == answers.validation, "held-out prompts stay prompts"
+    assert whole.counts["train"]["labels"] > answers.counts["train"]["labels"]
+    assert whole.counts["train"]["answer tokens"] == answers.counts["train"]["answer tokens"]
+    assert {document.ids_hash for document in answers.train} <= set(answers.states) and not whole.states
+    stored = StateStore.capture(verifier, whole.train, tmp_path / "kept", kept=answers.states).states([0, 1])
+    computed = StateStore.capture(verifier, whole.train, tmp_path / "computed").states([0, 1])
+    assert torch.equal(stored.top_P, computed.top_P)
+    torch.testing.assert_close(stored.last_PD, computed.last_PD, atol=1e-4, rtol=1e-4)
+    with pytest.raises(UserError, match="expected no data.path"):
+        prepare(replace(settings, supervised="dialogue", path="some.jsonl"), verifier)
+    with pytest.raises(UserError, match="expected data.supervised to be one of answers, dialogue"):
+        prepare(replace(settings, supervised="everything"), verifier)
+
+
 def test_states_are_kept_while_there_is_room(monkeypatch):
-    states = DocumentStates.of([torch.zeros(9, 3, 8)], [])
+    states = DocumentStates.of([(torch.zeros(9, 3, 8), torch.zeros(9, 8), torch.zeros(9), torch.zeros(9))])
     monkeypatch.setattr("data.memory.free_bytes", lambda _: 2.5 * states.nbytes / SHARE)
     kept = Kept(torch.device("cpu"))
     for name in "abc":
