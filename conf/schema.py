@@ -32,7 +32,7 @@ class HeadConf:
     start: str = "verifier"  # "verifier": layer and norm from the verifier's; "random"
     start_layer: int = -1  # which decoder layer to start from
     start_lm_head: str = "verifier"  # "verifier" | "random"
-    train_lm_head: bool = True  # false: it stays as it starts, which saves a sixth of a step
+    train_lm_head: bool = True  # false: it stays as it starts, and costs no gradient
     fc_norm: bool = False  # EAGLE-3.1 switches
     norm_output: bool = False
 
@@ -41,7 +41,7 @@ class HeadConf:
 class DataConf:
     path: Any = None  # JSONL(.gz) file, list, folder or glob; null: the verifier writes the dialogues
     answers: str = "regenerate"  # "regenerate": the verifier answers; "given": keep the file's answers
-    supervised: str = "answers"  # "dialogue": also the prompts, where the verifier has written them itself
+    supervised: str = "answers"  # "dialogue": prompts too, where the verifier wrote them
     max_documents: int | None = None
     max_tokens: int | None = None  # answer tokens
     minutes: float | None = None
@@ -49,9 +49,8 @@ class DataConf:
     max_length: int = 1024  # longer documents are clipped, with a count; no more than trainer.tokens_per_step
     temperature: float = 0.0  # of answers
     prompt_temperature: float = 1.0  # of prompts that the verifier writes
-    openings: list[str] = field(
-        default_factory=list
-    )  # their first words, in turn; "" and an empty list: its own choice
+    # First words of the verifier's prompts, taken in turn; "" leaves one to itself, and so does an empty list.
+    openings: list[str] = field(default_factory=list)
     batch_size: int = 64  # sequences generated at once
     validation: int = 24  # documents held out
     store: bool = True  # keep the verifier's states on disk; false: compute them in every step

@@ -18,7 +18,7 @@ from conf.cli import Outcome
 from conf.errors import UserError
 from conf.paths import cache_dir
 from conf.schema import DataCommandConf
-from data.documents import Document, describe
+from data.documents import Document, describe, with_prompt
 from data.files import read_json, replacing, write_json
 from data.inspect import show
 from data.log import RoundLog
@@ -83,7 +83,9 @@ def tokenize_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for part in ("train", "validation"):
             for document in getattr(prepared, part):
-                stream.write(json.dumps(asdict(document) | {"split": part}, ensure_ascii=False) + "\n")
+                answers = [span for span in document.spans if span != document.prompt_span]
+                row = asdict(document) | {"spans": answers, "split": part}
+                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     return Outcome(path, _values(prepared))
 
 
@@ -106,9 +108,9 @@ def vocab_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
 
 def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     """The verifier's states of the training documents; what is there already is checked against its checksums."""
-    prepared = prepare(cfg.data, verifier)
+    prepared = prepare(cfg.data, verifier, keep_states=True)
     folder = None if cfg.out is None else Path(cfg.out)
-    store = StateStore.capture(verifier, prepared.train, folder, cfg.data.store_dtype)
+    store = StateStore.capture(verifier, prepared.train, folder, cfg.data.store_dtype, kept=prepared.states)
     store.verify()
     values = _values(prepared) | {"bytes": store.bytes, "shards": len(store.index["shards"]), "verified": True}
     return Outcome(store.folder / "index.json", values)
@@ -120,6 +122,8 @@ def inspect_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     counts: Counter[str] = Counter()
     found = tokenize(read_dialogues(files, counts), verifier, cfg.data.max_length, counts)
     documents: list[Document] = list(itertools.islice(found, cfg.limit or 3))
+    if cfg.data.supervised == "dialogue":
+        documents = [with_prompt(document) for document in documents]
     show(documents, verifier.tokenizer, verifier.eos_ids, Console(stderr=cfg.json))
     values = {
         "documents shown": len(documents),

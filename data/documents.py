@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
@@ -16,17 +16,19 @@ class Drop(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One dialogue as token ids, with the answers that are supervised.
+    """One dialogue as token ids, with the answers (and by `with_prompt` the prompt) that are supervised.
 
     input_ids: the whole dialogue, generated answers exactly as they were generated.
     spans:     half-open [start, end) of each answer, ascending, disjoint: its tokens and its end-of-turn
                token (absent when the answer was cut), without what the template writes after that.
+    prompt_span: the same of a first prompt that the verifier wrote itself, its given opening left out.
     """
 
     id: str
     input_ids: list[int]
     spans: list[tuple[int, int]]
     source: str = ""
+    prompt_span: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         edges = [0, *(edge for span in self.spans for edge in span), len(self.input_ids)]
@@ -58,11 +60,17 @@ def ids_hash(ids: Sequence[int]) -> str:
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()
 
 
+def with_prompt(document: Document) -> Document:
+    """The document with its prompt supervised like an answer, where the verifier wrote that."""
+    own = document.prompt_span
+    return document if own is None else replace(document, spans=[own, *document.spans])
+
+
 def clip(document: Document, max_length: int) -> Document:
     """The first `max_length` tokens; raises Drop when nothing supervised is left."""
     if len(document.input_ids) > max_length:
         spans = [(start, min(end, max_length)) for start, end in document.spans if start < max_length]
-        document = Document(document.id, document.input_ids[:max_length], spans, document.source)
+        document = replace(document, input_ids=document.input_ids[:max_length], spans=spans)
         if not document.labels:
             raise Drop("answer begins beyond max_length")
     elif not document.labels:

@@ -64,7 +64,7 @@ class Generation:
 
 @dataclass
 class _Row:
-    """A sequence of the batch: what it is to write, what it has written, and what it still has to read before that.
+    """A sequence of the batch: what it is to write, what it has written, and what it is forced to read before that.
 
     states: those of all tokens read, in pieces (DocumentStates.of).
     """
@@ -74,7 +74,7 @@ class _Row:
     temperature: float
     stop: frozenset[int]
     uniform: np.ndarray  # one number per token to come; empty at temperature 0
-    reading: deque[int] = field(default_factory=deque)
+    forced: deque[int] = field(default_factory=deque)
     output_ids: list[int] = field(default_factory=list)
     states: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
@@ -102,7 +102,8 @@ def generate(
 
     temperature 0 is argmax; above, token n of a request comes from the n-th number of a random stream of its own
     (seed, request id), so neither batch size nor neighbours change it. deadline: `time.monotonic()` at which to stop;
-    rows that have at least MIN_CUT tokens then are given as "cut", the others and what was not begun are left out.
+    rows that have at least MIN_CUT tokens then are given as "cut"; the others, those with a `then` and what was not
+    begun are left out.
     batch_size: rows at a time at most; fewer where the longest request leaves no memory for more.
     stop_ids: default the verifier's end-of-turn ids. Raises UserError for an empty prompt.
 
@@ -118,6 +119,7 @@ def generate(
         known = list(source)
         if not known:
             return
+        assert not any(row.request.then for row in known), "rows that go on need a capacity"
         capacity, source = max(len(row.request.input_ids) + row.limit for row in known), iter(known)
         batch_size, meter = min(batch_size, len(known)), meter or Meter("generating", len(known))
     rows = rows_that_fit(verifier, batch_size, capacity)
@@ -192,7 +194,7 @@ def _extend(rows: Sequence[_Row], logits_BV: Tensor) -> None:
 
 def _step(verifier: Verifier, cache: KVCache, live: list[_Row], capture: bool) -> int:
     """One more token for every row: read when it has some to read, else written. Returns how many were written."""
-    tokens_BT = torch.tensor([[row.reading[0] if row.reading else row.output_ids[-1]] for row in live])
+    tokens_BT = torch.tensor([[row.forced[0] if row.forced else row.output_ids[-1]] for row in live])
     decoded = verifier.decode(cache, tokens_BT.to(verifier.device), logits="last", capture=capture)
     if capture:
         top_B, lse_B = decoded.logits.argmax(-1), decoded.logits.logsumexp(-1)
@@ -200,9 +202,9 @@ def _step(verifier: Verifier, cache: KVCache, live: list[_Row], capture: bool) -
         for index, row in enumerate(live):
             row.states.append(tuple(part[index : index + 1] for part in parts))
     for row in live:
-        if row.reading:
-            row.reading.popleft()
-    places = [index for index, row in enumerate(live) if not row.reading]
+        if row.forced:
+            row.forced.popleft()
+    places = [index for index, row in enumerate(live) if not row.forced]
     _extend([live[index] for index in places], decoded.logits[places] if len(places) < len(live) else decoded.logits)
     return len(places)
 
@@ -247,7 +249,7 @@ def _leave(cache: KVCache, live: list[_Row], row_of: Callable[[Request], _Row]) 
     """(finished, still live); the last rows move into the places of those that left, so few are copied."""
     finished, staying = [], []
     for index, row in enumerate(live):
-        if row.reading:
+        if row.forced:
             staying.append(index)
             continue
         stopped = row.output_ids[-1] in row.stop
@@ -259,7 +261,7 @@ def _leave(cache: KVCache, live: list[_Row], row_of: Callable[[Request], _Row]) 
             finished.append(row.finished(reason))
         elif following := row.request.then(Generation(row.request.id, row.output_ids, reason)):
             unread = [] if stopped else row.output_ids[-1:]
-            live[index] = replace(row_of(following), reading=deque([*unread, *following.input_ids]), states=row.states)
+            live[index] = replace(row_of(following), forced=deque([*unread, *following.input_ids]), states=row.states)
             staying.append(index)
     if len(staying) < len(live):
         head = [index for index in staying if index < len(staying)]

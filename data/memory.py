@@ -38,7 +38,7 @@ def rows_that_fit(verifier: Verifier, rows: int, capacity: int) -> int:
     return max(1, min(rows, budget // (slot_bytes(verifier) * capacity)))
 
 
-class Kept(dict[str, "DocumentStates"]):
+class KeptStates(dict[str, "DocumentStates"]):
     """States by the hash of their document's ids, until they fill `SHARE` of the memory that is free at first."""
 
     def __init__(self, device: torch.device):

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,15 @@ from conf.errors import UserError
 from conf.paths import cache_dir
 from data.answers import Sampling
 from data.clock import Limits
-from data.documents import Document, content_hash, describe, split
+from data.documents import Document, content_hash, describe, split, with_prompt
 from data.files import key_of, only_writer, read_json, write_json
 from data.log import RoundLog
-from data.memory import Kept
+from data.memory import KeptStates
 from data.progress import progress_bar
 from data.regenerate import regenerate
 from data.sources import Dialogue, files_hash, parse_row, read_dialogues, resolve
 from data.synthesize import synthesize
 from data.tokens import tokenize
-from models.chat import user_header_ids
 
 if TYPE_CHECKING:
     from conf.schema import DataConf
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # of the dialogues' folders; raise it when what the same settings give changes
+FORMAT = 4  # of the dialogues' folders; raise it when what the same settings give changes
 ANSWERS = ("regenerate", "given")
-SUPERVISED = ("answers", "dialogue")
 
 
 @dataclass(frozen=True)
@@ -55,18 +53,19 @@ class Prepared:
     states: dict[str, DocumentStates] = field(default_factory=dict)
 
 
-def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
+def prepare(cfg: DataConf, verifier: Verifier, keep_states: bool = False) -> Prepared:
     """Dialogues of the settings (written by the verifier where they ask for it, and kept in the cache), tokenised.
 
-    Nothing is generated twice: the same settings, verifier and files find the same folder. Where a clock ends the
-    writing, no two runs are alike, and the states that it computed on the way are kept for the store (they depend in
-    their last bits on what shared the batch). Raises UserError for
+    Nothing is generated twice: the same settings, verifier and files find the same folder. keep_states: keep what the
+    verifier computes while it writes. That is done on a CPU, where computing it again takes half as long as writing,
+    and where a clock ends the writing, so that no two runs are alike anyway: such states depend in their last bits on
+    what shared the batch. Raises UserError for
     settings that cannot work, for files without a usable row, and when fewer than two documents come out.
     """
     writes, folder = needs_verifier(cfg), dialogues_folder(cfg, verifier)
     dropped: Counter[str] = Counter()
-    reuse = cfg.store and cfg.minutes is not None and verifier.device.type == "cpu"
-    kept = Kept(verifier.device) if reuse else None
+    keep_states = keep_states and cfg.minutes is not None and verifier.device.type == "cpu"
+    kept = KeptStates(verifier.device) if keep_states else None
     if writes:
         rows = write_dialogues(cfg, verifier, folder, kept)
         dropped.update(rows.counts)
@@ -82,8 +81,7 @@ def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
     train, validation, duplicates = split(documents, cfg.validation)
     totals = {"train": _totals(train), "validation": _totals(validation)}
     if cfg.supervised == "dialogue":
-        start = len(user_header_ids(verifier.tokenizer))
-        train = [replace(document, spans=[(start, len(document.input_ids))]) for document in train]
+        train = [with_prompt(document) for document in train]
         totals["train"]["labels"] = sum(document.labels for document in train)
     dropped["duplicate document"] += duplicates
     dropped = +dropped  # without zeros
@@ -97,16 +95,9 @@ def prepare(cfg: DataConf, verifier: Verifier) -> Prepared:
 
 
 def needs_verifier(cfg: DataConf) -> bool:
-    """Whether the verifier has to write anything for these settings; UserError for settings that make no sense."""
+    """Whether the verifier has to write anything for these settings; UserError for an unknown `answers`."""
     if cfg.answers not in ANSWERS:
         raise UserError(f"expected data.answers to be one of {', '.join(ANSWERS)}, found {cfg.answers!r}")
-    if cfg.supervised not in SUPERVISED:
-        raise UserError(f"expected data.supervised to be one of {', '.join(SUPERVISED)}, found {cfg.supervised!r}")
-    if cfg.supervised == "dialogue" and cfg.path is not None:
-        raise UserError(
-            "data.supervised=dialogue trains on prompts too, so the verifier must have written them: expected no "
-            f"data.path with it, found {cfg.path}"
-        )
     return cfg.path is None or cfg.answers == "regenerate"
 
 
@@ -130,7 +121,7 @@ def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
     return folder
 
 
-def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path, kept: Kept | None = None) -> RoundLog:
+def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path, kept: KeptStates | None = None) -> RoundLog:
     """Run or finish the verifier's writing into `folder`/dialogues.jsonl; at once when it is complete.
 
     kept: takes the states of dialogues that the verifier writes whole.
@@ -168,7 +159,7 @@ def _sampling(cfg: DataConf) -> Sampling:
         max_length=cfg.max_length,
         temperature=cfg.temperature,
         prompt_temperature=cfg.prompt_temperature,
-        openings=tuple(cfg.openings),
+        openings=tuple(cfg.openings) if cfg.path is None else (),
         batch_size=cfg.batch_size,
         seed=cfg.seed,
     )

@@ -30,6 +30,7 @@ class Dialogue:
     input_ids: ids as they were generated, or None for text; `spans` then are the answers in them.
     text:      text that already carries a chat template's headers, or None.
     category:  the row's own, or empty; `source` falls back to it.
+    prompt_span: where the verifier wrote the first prompt, as ids, itself (Document.prompt_span).
     """
 
     id: str
@@ -39,6 +40,7 @@ class Dialogue:
     spans: list[tuple[int, int]] | None = None
     text: str | None = None
     category: str = ""
+    prompt_span: tuple[int, int] | None = None
 
 
 def resolve(paths: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -135,7 +137,8 @@ def parse_row(line: str, default_id: str) -> Dialogue:
     source = str(row.get("source") or category)
     messages = _messages(row)
     if row.get("input_ids") is not None:
-        return Dialogue(name, source, messages, *_generated(row), category=category)
+        ids, spans = _generated(row)
+        return Dialogue(name, source, messages, ids, spans, category=category, prompt_span=_prompt_span(row, spans))
     if messages:
         return Dialogue(name, source, messages, category=category)
     if isinstance(row.get("text"), str) and row["text"].strip():
@@ -192,3 +195,15 @@ def _generated(row: dict) -> tuple[list[int], list[tuple[int, int]]]:
     if not spans or sorted(edges) != edges:
         raise Drop("answer_start outside input_ids")
     return ids, spans
+
+
+def _prompt_span(row: dict, spans: list[tuple[int, int]]) -> tuple[int, int] | None:
+    if row.get("prompt_span") is None:
+        return None
+    try:
+        start, end = (int(edge) for edge in row["prompt_span"])
+    except (TypeError, ValueError):
+        raise Drop("prompt_span is not a pair of places") from None
+    if not 0 <= start <= end <= spans[0][0]:
+        raise Drop("prompt_span outside the prompt")
+    return start, end

@@ -38,7 +38,10 @@ FORWARD_TOKENS = 1024  # one packed row of the verifier's forward: attention is 
 
 
 class StateStore:
-    """States of `documents`; `states(indices)` is what `verifier.states` gives for the same packed documents."""
+    """States of `documents`; `states(indices)` is what `verifier.states` gives for the same packed documents.
+
+    To rounding, and but for the last token of documents whose states generation has left behind (DocumentStates).
+    """
 
     def __init__(self, folder: Path, documents: Sequence[Document], index: dict):
         self.folder, self.documents, self.index = Path(folder), list(documents), index

@@ -24,7 +24,7 @@ from conf.errors import UserError
 from data.answers import Growing, Sampling, begin, grow, request_of, to_row
 from data.clock import Clock, Limits, answer_tokens
 from data.documents import Drop, describe, ids_hash
-from data.generate import Generation, Request, generate
+from data.generate import MIN_CUT, Generation, Request, generate
 from data.log import RoundLog
 from data.progress import Meter
 from data.sources import Dialogue
@@ -32,18 +32,18 @@ from data.tokens import prompt_ids, same_text
 from models.chat import user_closing_ids, user_end_ids, user_header_ids
 
 if TYPE_CHECKING:
-    from data.memory import Kept
+    from data.memory import KeptStates
     from models.verifier import Verifier
 
 PROMPT_TOKENS = 96  # that the verifier writes of a prompt; what is longer is answered as far as it goes
 MIN_PROMPT_TOKENS = 4
-BARREN = 6  # batches of prompts in a row without a usable one after which to give up
+BARREN = 6  # batches of prompts in a row, none of them usable and written to its end, after which to give up
 RECENT = 256  # dialogues whose median time says how long one takes
 LATE = 0.4  # of that time: a dialogue is begun while its prompt and the start of its answer can still be had
 
 
 def synthesize(
-    verifier: Verifier, path: Path, sampling: Sampling, limits: Limits, kept: Kept | None = None
+    verifier: Verifier, path: Path, sampling: Sampling, limits: Limits, kept: KeptStates | None = None
 ) -> RoundLog:
     """Write dialogues to `path` until a limit is met; returns the log with rows and counts.
 
@@ -84,7 +84,7 @@ class _Writer:
     done:   number -> row, or why there is none; it waits here for lower numbers.
     """
 
-    def __init__(self, verifier: Verifier, sampling: Sampling, clock: Clock, kept: Kept | None = None):
+    def __init__(self, verifier: Verifier, sampling: Sampling, clock: Clock, kept: KeptStates | None = None):
         self.verifier, self.sampling, self.clock, self.kept = verifier, sampling, clock, kept
         tokenizer = verifier.tokenizer
         self.openings = sampling.openings or ("",)  # dialogue n begins with opening n, counted round and round
@@ -97,15 +97,15 @@ class _Writer:
         answered = min(self.longest + sampling.max_new_tokens, sampling.max_length)
         self.capacity = max(answered, *(len(header) + PROMPT_TOKENS for header in self.headers))
         self.number = self.next = clock.log.used
-        self.first = {row["conversations"][0]["content"]: -1 for row in clock.log.rows}  # text -> lowest number
+        self.first = {_text(row): -1 for row in clock.log.rows}  # text of a prompt -> lowest number
         self.prompts: dict[str, int] = {}
         self.answers: dict[str, tuple[int, Growing]] = {}
         self.begun: dict[int, float] = {}
-        self.ended: dict[int, str] = {}  # how the prompt did: "stop" or "length"
+        self.prompt: dict[int, dict] = {}  # what a row says about its prompt
         self.done: dict[int, dict | str] = {}
         self.seconds: deque[float] = deque(maxlen=RECENT)  # that the last dialogues took
         self.answered, self.tokens = 0, 0  # answers and their tokens in this run
-        self.barren = 0  # numbers in a row without a prompt that is usable and came to its end
+        self.barren: Counter[str] = Counter()  # what was wrong with the last prompts in a row
 
     def requests(self) -> Iterator[Request | None]:
         """What to write next, without end; None: nothing until something else is finished."""
@@ -133,7 +133,7 @@ class _Writer:
         number, item = self.answers.pop(generation.id)
         self.seconds.append(time.monotonic() - self.begun[number])
         grow(self.verifier, item, generation, self.sampling, Counter())
-        row = to_row(item) | {"prompt_finish_reason": self.ended.pop(number)}
+        row = to_row(item) | self.prompt.pop(number)
         self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
         if self.kept is not None:
             self.kept.add(ids_hash(item.ids), generation.states)
@@ -144,9 +144,10 @@ class _Writer:
         del self.begun[number]
         self.done[number] = found
         self._settle()
-        if self.barren >= BARREN * self.sampling.batch_size and not self.clock.late():
-            reasons = describe(self.clock.counts) or f"none ends within {PROMPT_TOKENS} tokens"
-            raise UserError(f"{self.verifier.name} writes no usable prompts ({reasons}); give prompts: data.path=FILE")
+        if self.barren.total() >= BARREN * self.sampling.batch_size and not self.clock.late():
+            raise UserError(
+                f"{self.verifier.name} writes no usable prompts ({describe(self.barren)}); give prompts: data.path=FILE"
+            )
 
     def give_up(self) -> None:
         """The deadline came, or a limit is met: what is still on its way comes to nothing."""
@@ -188,10 +189,15 @@ class _Writer:
         ids = [*self.headers[place], *_written(generation), *self.closing]
         if not same_text(self.verifier.tokenizer, ids, item.ids):
             raise Drop("the template changes the prompt's text")
-        item.ids = ids
-        if self.first.get(text, number) < number:
+        if len(ids) + MIN_CUT > self.sampling.max_length:
+            raise Drop("prompt beyond max_length")
+        if self.first.get(text.strip(), number) < number:
             raise Drop("duplicate prompt")
-        self.first[text], self.ended[number] = number, generation.finish_reason
+        self.first[text.strip()], item.ids = number, ids
+        start, end = len(self.headers[place]), len(ids) - len(self.closing)
+        ended = generation.output_ids[-1] == self.closing[0]  # by the template's own token
+        span = {"prompt_span": (start, end + ended), "prompt_finish_reason": generation.finish_reason}
+        self.prompt[number] = span
         request = request_of(item, self.sampling)
         self.answers[request.id] = number, item
         return replace(request, input_ids=self.closing)
@@ -201,17 +207,25 @@ class _Writer:
         clock = self.clock
         while self.next in self.done and not clock.full():
             found = self.done.pop(self.next)
-            if isinstance(found, dict) and self.first[found["conversations"][0]["content"]] != self.next:
+            if isinstance(found, dict) and self.first[_text(found)] != self.next:
                 found = "duplicate prompt"  # of a lower number that was written later
-            if isinstance(found, dict):
-                clock.add(found)
-            else:
+            if isinstance(found, str):
                 clock.counts[found] += 1
-            ended = isinstance(found, dict) and found["prompt_finish_reason"] == "stop"
-            self.barren = 0 if ended else self.barren + 1
+                self.barren[found] += 1
+            else:
+                clock.add(found)
+                if found["prompt_finish_reason"] == "stop":
+                    self.barren.clear()
+                else:
+                    self.barren[f"prompt does not end within {PROMPT_TOKENS} tokens"] += 1
             self.next += 1
             if clock.due():
                 clock.close(self.next)
+
+
+def _text(row: dict) -> str:
+    """What two prompts are compared by."""
+    return row["conversations"][0]["content"].strip()
 
 
 def _written(generation: Generation) -> list[int]:

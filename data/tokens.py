@@ -55,7 +55,7 @@ def to_document(dialogue: Dialogue, verifier: Verifier) -> Document:
         ids, spans = _from_text(dialogue.text, verifier)
     else:
         ids, spans = _from_messages(dialogue.messages, verifier)
-    return Document(dialogue.id, ids, spans, dialogue.source)
+    return Document(dialogue.id, ids, spans, dialogue.source, dialogue.prompt_span)
 
 
 def prompt_ids(tokenizer, messages: Sequence[dict]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import takewhile
 
 from conf.errors import UserError
 
@@ -56,9 +57,17 @@ def user_header_ids(tokenizer, opening: str = "") -> list[int]:
 
 
 def user_closing_ids(tokenizer) -> list[int]:
-    """Ids of what the template writes after a user's prompt, up to where the answer begins."""
-    text = render_text(tokenizer, [{"role": "user", "content": SENTINEL}], add_generation_prompt=True)
-    return encode(tokenizer, text.partition(SENTINEL)[2])
+    """Ids of what the template writes after a user's prompt, up to where the answer begins.
+
+    Two prompts' common end, because a tokenizer may cut it otherwise where it stands alone. Raises UserError when the
+    template writes nothing there.
+    """
+    one, other = (render(tokenizer, [{"role": "user", "content": text}], True) for text in ("?", "!"))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+    closing = [token for token, _ in same][::-1]
+    if not closing:
+        raise UserError("expected the chat template to end a user's turn before an answer, and it does not")
+    return closing
 
 
 def user_end_ids(tokenizer) -> tuple[int, ...]:

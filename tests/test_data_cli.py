@@ -104,6 +104,15 @@ def test_regenerate_tokenize_and_read_back(command, prompts, tmp_path, verifier)
     assert json.loads(lines[-1])["documents shown"] == 3
 
 
+def test_supervised_prompts_survive_the_file(command):
+    whole = [*SIZES, "data.supervised=dialogue", "json=true"]
+    code, lines, _ = command("task=tokenize", *whole)
+    values = json.loads(lines[-1])
+    assert code == 0 and values["train"]["labels"] > values["train"]["answer tokens"]
+    code, again, _ = command("task=tokenize", *whole, f"data.path={values['path']}", "data.answers=given")
+    assert code == 0 and json.loads(again[-1])["content_hash"] == values["content_hash"]
+
+
 def test_inspect_shows_every_shape(command, tmp_path):
     path = tmp_path / "given.jsonl"
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Paris is\nthere."}]

@@ -19,7 +19,7 @@ from data.answers import Sampling
 from data.clock import Clock, Limits
 from data.generate import Generation
 from data.log import CLOSES, RoundLog
-from data.memory import SHARE, Kept
+from data.memory import SHARE, KeptStates
 from data.prepare import prepare
 from data.regenerate import regenerate
 from data.sources import Dialogue, parse_row
@@ -202,7 +202,7 @@ def test_openings_in_turn(verifier, tmp_path):
 
 def test_states_are_kept_for_what_is_written(verifier, tmp_path, monkeypatch):
     """The store takes the states that writing left behind, and they are those that it would compute."""
-    kept = Kept(verifier.device)
+    kept = KeptStates(verifier.device)
     log = synthesize(verifier, tmp_path / "d.jsonl", SMALL, Limits(max_documents=10), kept)
     dialogues = (parse_row(json.dumps(row), row["id"]) for row in log.rows)
     documents = list(tokenize(dialogues, verifier, SMALL.max_length, Counter()))
@@ -220,16 +220,17 @@ def test_states_are_kept_for_what_is_written(verifier, tmp_path, monkeypatch):
     found.aux_BTAD[0, last_rows], wanted.aux_BTAD[0, last_rows] = 0, 0
     for field in fields(wanted):
         torch.testing.assert_close(getattr(found, field.name), getattr(wanted, field.name), atol=1e-4, rtol=1e-4)
-    # ... and no gradient depends on that row.
+    # ... and nothing depends on that row.
     vocab = DraftVocab.identity(verifier.vocab_size)
     head = Eagle3Head(
         Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab)),
         verifier.embedding_VD,
         vocab,
     )
-    found.aux_BTAD[0, last_rows] = 1e4
-    losses = [ttt_loss(head, s, verifier.logits(s.last_PD), 3)[0].item() for s in (found, wanted)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    found.aux_BTAD.requires_grad_()
+    ttt_loss(head, found, verifier.logits(found.last_PD), 3)[0].backward()
+    used_N = found.aux_BTAD.grad[0].flatten(1).abs().sum(1) > 0
+    assert not used_N[last_rows].any() and used_N[last_rows - 2].any()
 
 
 def test_the_whole_dialogue_can_be_supervised(verifier, tmp_path, monkeypatch):
@@ -237,27 +238,44 @@ def test_the_whole_dialogue_can_be_supervised(verifier, tmp_path, monkeypatch):
     settings = DataConf(path=None, minutes=0.1, max_new_tokens=12, max_length=256, batch_size=4, validation=2)
     answers = prepare(settings, verifier)
     whole = prepare(replace(settings, supervised="dialogue"), verifier)
-    start = len(user_header_ids(verifier.tokenizer))
+    header = len(user_header_ids(verifier.tokenizer))
     assert [document.input_ids for document in whole.train] == [document.input_ids for document in answers.train]
-    assert all(document.spans == [(start, len(document.input_ids))] for document in whole.train)
+    for wide, document in zip(whole.train, answers.train, strict=True):
+        (start, end), answer = wide.spans
+        closing = document.input_ids[end - 1 : answer[0]]
+        assert start == header and [answer] == document.spans and closing[0] in verifier.eos_ids
+        text = verifier.tokenizer.decode(document.input_ids[start : end - 1])
+        assert text.strip() and not set(document.input_ids[start : end - 1]) & set(verifier.eos_ids)
     assert whole.validation == answers.validation, "held-out prompts stay prompts"
     assert whole.counts["train"]["labels"] > answers.counts["train"]["labels"]
     assert whole.counts["train"]["answer tokens"] == answers.counts["train"]["answer tokens"]
-    assert {document.ids_hash for document in answers.train} <= set(answers.states) and not whole.states
-    stored = StateStore.capture(verifier, whole.train, tmp_path / "kept", kept=answers.states).states([0, 1])
-    computed = StateStore.capture(verifier, whole.train, tmp_path / "computed").states([0, 1])
+    kept = prepare(replace(settings, minutes=0.11, supervised="dialogue"), verifier, keep_states=True)
+    assert {document.ids_hash for document in kept.train} <= set(kept.states) and not whole.states
+    stored = StateStore.capture(verifier, kept.train, tmp_path / "kept", kept=kept.states).states([0, 1])
+    computed = StateStore.capture(verifier, kept.train, tmp_path / "computed").states([0, 1])
     assert torch.equal(stored.top_P, computed.top_P)
     torch.testing.assert_close(stored.last_PD, computed.last_PD, atol=1e-4, rtol=1e-4)
-    with pytest.raises(UserError, match="expected no data.path"):
-        prepare(replace(settings, supervised="dialogue", path="some.jsonl"), verifier)
-    with pytest.raises(UserError, match="expected data.supervised to be one of answers, dialogue"):
-        prepare(replace(settings, supervised="everything"), verifier)
+
+
+def test_the_opening_is_not_supervised_and_long_prompts_fit(verifier, tmp_path):
+    steered = replace(SMALL, openings=("What is",), max_length=60)
+    writer = _Writer(verifier, steered, Clock(RoundLog(tmp_path / "d.jsonl"), Limits(max_documents=3)))
+    requests, end = writer.requests(), verifier.eos_ids[0]
+    opening = next(requests).input_ids
+    assert opening == user_header_ids(verifier.tokenizer, "What is")
+    words = verifier.tokenizer(" the capital", add_special_tokens=False)["input_ids"]
+    assert writer.prompt_written(Generation("synthetic-0", [*words, end], "stop"))
+    assert writer.prompt[0]["prompt_span"] == (len(opening), len(opening) + len(words) + 1)
+    next(requests)
+    letters = [verifier.tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "the fox " * 6]
+    assert writer.prompt_written(Generation("synthetic-1", [*letters, end], "stop")) is None
+    assert writer.done[1] == "prompt beyond max_length"
 
 
 def test_states_are_kept_while_there_is_room(monkeypatch):
     states = DocumentStates.of([(torch.zeros(9, 3, 8), torch.zeros(9, 8), torch.zeros(9), torch.zeros(9))])
     monkeypatch.setattr("data.memory.free_bytes", lambda _: 2.5 * states.nbytes / SHARE)
-    kept = Kept(torch.device("cpu"))
+    kept = KeptStates(torch.device("cpu"))
     for name in "abc":
         kept.add(name, states)
     assert list(kept) == ["a", "b"]
@@ -266,7 +284,7 @@ def test_states_are_kept_while_there_is_room(monkeypatch):
 def test_a_verifier_that_never_ends_a_prompt(tmp_path, monkeypatch):
     monkeypatch.setattr("data.synthesize.PROMPT_TOKENS", 8)
     mute = tiny_writer(end=0.0)
-    with pytest.raises(UserError, match="no usable prompts"):
+    with pytest.raises(UserError, match="no usable prompts .*prompt does not end within 8 tokens"):
         synthesize(mute, tmp_path / "d.jsonl", SMALL, Limits(max_documents=200))
 
 

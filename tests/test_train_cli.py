@@ -19,6 +19,7 @@ from conf.errors import UserError
 from data.prepare import prepare
 from models.export import safeai
 from models.export.native import read_head
+from models.verifier import Verifier
 from tiny import tiny_model, tiny_tokenizer
 from train.main import train
 from train.plan import plan_rows
@@ -87,6 +88,17 @@ def test_a_whole_run(words, monkeypatch, capsys):
         assert line in err
 
 
+def test_what_the_demo_does_otherwise(words, monkeypatch, capsys):
+    """Frozen LM head, supervised prompts, and states that come from the writing: nothing is computed twice."""
+    monkeypatch.setattr("models.verifier.Verifier.states", None)
+    settings = ["head.train_lm_head=false", "data.supervised=dialogue", "data.minutes=0.2", "trainer.max_steps=2"]
+    code, values, err = run(monkeypatch, capsys, [*words, *settings, "data.openings=[The]"])
+    assert code == 0, err
+    head = read_head(Path(values["run"]))
+    verifier = Verifier.load(next(word for word in words if word.startswith("verifier.source=")).partition("=")[2])
+    assert torch.equal(head.tensors["lm_head.weight"], verifier.lm_head_rows(head.vocab.ids_R))
+
+
 def test_plan_only(words, monkeypatch, capsys, tmp_path):
     code, values, _ = run(monkeypatch, capsys, [*words, "plan=true", f"output_dir={tmp_path}"])
     assert code == 0 and "4 steps = 512 tokens" in values["plan"]["training"]
@@ -109,6 +121,8 @@ def test_plan_only(words, monkeypatch, capsys, tmp_path):
         ("head.ttt_steps=0", "head.ttt_steps must be 1 or more"),
         ("optim.name=sgd", "adamw or muon"),
         ("head.start=zero", "verifier or random"),
+        ("data.supervised=everything", "answers or dialogue"),
+        ("head={start_lm_head:random,train_lm_head:false}", "a random LM head must be trained"),
     ],
 )
 def test_mistakes_end_at_once_in_one_line(words, monkeypatch, capsys, tmp_path, extra, message):

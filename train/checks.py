@@ -14,6 +14,7 @@ NAMES = {
     "head.name": ("eagle3",),
     "head.start": ("verifier", "random"),
     "head.start_lm_head": ("verifier", "random"),
+    "data.supervised": ("answers", "dialogue"),
     "optim.name": ("adamw", "muon"),
     "data.store_dtype": tuple(FILE_DTYPES),
     "decode.dtype": tuple(DTYPES),
@@ -30,6 +31,8 @@ def check(cfg: TrainConf) -> None:
     for name in POSITIVE:
         if (value := _setting(cfg, name)) < 1:
             raise UserError(f"{name} must be 1 or more, found {value}")
+    if cfg.head.start_lm_head == "random" and not cfg.head.train_lm_head:
+        raise UserError("a random LM head must be trained: head.train_lm_head=true, or head.start_lm_head=verifier")
     check_end(cfg)
     needs_verifier(cfg.data)
     if cfg.data.path is not None:

@@ -85,7 +85,7 @@ def train(cfg: TrainConf) -> Outcome | None:
     with job.ledger.phase("load"):
         verifier = finish.load_verifier(cfg, cfg.verifier.dtype, device)
     with job.ledger.phase("synthesise"):
-        prepared = prepare(cfg.data, verifier)
+        prepared = prepare(cfg.data, verifier, keep_states=cfg.data.store)
     with job.ledger.phase("capture"):
         source = open_states(cfg, verifier, prepared)
     module = build_module(job, verifier, prepared, source)

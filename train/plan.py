@@ -115,7 +115,8 @@ def plan_rows(cfg: TrainConf, device: torch.device) -> list[tuple[str, str]]:
 def stored_bytes(cfg: TrainConf, size: Sizes, tokens: int, answers: int) -> int:
     """What the states of so many tokens take on the disk; 0 when none are kept."""
     width = FILE_DTYPES[cfg.data.store_dtype].itemsize * size.hidden
-    return tokens * size.aux * width + answers * width if cfg.data.store else 0
+    labels = tokens if cfg.data.supervised == "dialogue" else answers
+    return tokens * size.aux * width + labels * width if cfg.data.store else 0
 
 
 def check_disk(stored: float) -> None:

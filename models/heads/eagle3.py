@@ -126,7 +126,8 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """Trainable: fc, the layer, final norm, LM head over R draft tokens. Frozen: the verifier's embedding.
+    """Trainable: fc, the layer, final norm, and unless frozen the LM head over R draft tokens. The verifier's embedding
+    is frozen.
 
     embedding_VD: the verifier's; shared, not copied, never in the state dict and never given a gradient.
     vocab: the draft vocabulary; only its map to draft ids is held here, outside the state dict.
