@@ -161,9 +161,9 @@ def test_data_first_then_ranks_and_an_interrupted_evaluation(words, monkeypatch,
     """No process group while data is made; a verifier in another dtype goes first; Ctrl-C then says what to do."""
     seen = {}
 
-    def preparing(cfg, verifier):
+    def preparing(cfg, verifier, **options):
         seen["group"], seen["old"] = torch.distributed.is_initialized(), weakref.ref(verifier)
-        return prepare(cfg, verifier)
+        return prepare(cfg, verifier, **options)
 
     def measuring(cfg, folder, verifier):
         seen["dtype"], seen["gone"] = verifier.dtype, seen["old"]() is None
