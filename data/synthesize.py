@@ -93,8 +93,7 @@ class _Writer:
         self.special = set(tokenizer.all_special_ids)
         self.ends = frozenset(user_end_ids(tokenizer)) | frozenset(verifier.eos_ids)
         bare = max(len(prompt_ids(tokenizer, [{"role": "user", "content": text + "?"}])) for text in self.openings)
-        self.longest = min(bare + PROMPT_TOKENS, sampling.max_length)  # ids before an answer
-        answered = min(self.longest + sampling.max_new_tokens, sampling.max_length)
+        answered = min(bare + PROMPT_TOKENS + sampling.max_new_tokens, sampling.max_length)
         self.capacity = max(answered, *(len(header) + PROMPT_TOKENS for header in self.headers))
         self.number = self.next = clock.log.used
         self.first = {_text(row): -1 for row in clock.log.rows}  # text of a prompt -> lowest number
@@ -195,9 +194,8 @@ class _Writer:
             raise Drop("duplicate prompt")
         self.first[text.strip()], item.ids = number, ids
         start, end = len(self.headers[place]), len(ids) - len(self.closing)
-        ended = generation.output_ids[-1] == self.closing[0]  # by the template's own token
-        span = {"prompt_span": (start, end + ended), "prompt_finish_reason": generation.finish_reason}
-        self.prompt[number] = span
+        end += generation.output_ids[-1] == self.closing[0]  # the end of turn counts where the verifier wrote it
+        self.prompt[number] = {"prompt_span": (start, end), "prompt_finish_reason": generation.finish_reason}
         request = request_of(item, self.sampling)
         self.answers[request.id] = number, item
         return replace(request, input_ids=self.closing)
