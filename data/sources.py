@@ -198,12 +198,12 @@ def _generated(row: dict) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _prompt_span(row: dict, spans: list[tuple[int, int]]) -> tuple[int, int] | None:
-    if row.get("prompt_span") is None:
+    span = row.get("prompt_span")
+    if span is None:
         return None
-    try:
-        start, end = (int(edge) for edge in row["prompt_span"])
-    except (TypeError, ValueError):
-        raise Drop("prompt_span is not a pair of places") from None
+    if not isinstance(span, list) or len(span) != 2 or not all(type(edge) is int for edge in span):
+        raise Drop("prompt_span is not a pair of places")
+    start, end = span
     if not 0 <= start <= end <= spans[0][0]:
         raise Drop("prompt_span outside the prompt")
     return start, end

@@ -93,6 +93,11 @@ class _Writer:
         self.special = set(tokenizer.all_special_ids)
         self.ends = frozenset(user_end_ids(tokenizer)) | frozenset(verifier.eos_ids)
         bare = max(len(prompt_ids(tokenizer, [{"role": "user", "content": text + "?"}])) for text in self.openings)
+        least = bare + MIN_PROMPT_TOKENS + MIN_CUT
+        if sampling.max_length < least:
+            raise UserError(
+                f"expected data.max_length of {least} at least (template, prompt, answer), found {sampling.max_length}"
+            )
         answered = min(bare + PROMPT_TOKENS + sampling.max_new_tokens, sampling.max_length)
         self.capacity = max(answered, *(len(header) + PROMPT_TOKENS for header in self.headers))
         self.number = self.next = clock.log.used

@@ -13,7 +13,7 @@ from data.batches import packed_rows
 from data.documents import Document
 from data.generate import MIN_CUT, Request, choose, generate
 from data.memory import SHARE, slot_bytes
-from tiny_writer import plain_argmax, tiny_writer
+from tiny_writer import plain_argmax, step_sizes, tiny_writer
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +141,7 @@ def test_requests_carry_their_own_limit_temperature_and_stop(verifier):
 
 
 def test_requests_are_taken_when_slots_are_free(verifier, monkeypatch):
-    live, decode = [], type(verifier).decode
-
-    def recorded(self, cache, tokens_BT, **options):
-        if tokens_BT.shape[1] == 1:
-            live.append(len(tokens_BT))
-        return decode(self, cache, tokens_BT, **options)
-
-    monkeypatch.setattr(type(verifier), "decode", recorded)
+    live = step_sizes(verifier, monkeypatch)
     done, asked = [], []
 
     def source():

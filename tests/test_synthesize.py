@@ -1,4 +1,4 @@
-"""Synthesis and regeneration keep ids, stop in time, keep the batch full, and resume exactly."""
+"""Synthesis keeps ids and states, stops in time, keeps the batch full, and resumes exactly."""
 
 import json
 import os
@@ -15,14 +15,12 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import DataConf
-from data.answers import Sampling
 from data.clock import Clock, Limits
 from data.generate import Generation
 from data.log import CLOSES, RoundLog
 from data.memory import SHARE, KeptStates
 from data.prepare import prepare
-from data.regenerate import regenerate
-from data.sources import Dialogue, parse_row
+from data.sources import parse_row
 from data.store import StateStore
 from data.synthesize import _Writer, synthesize
 from data.tokens import prompt_ids, same_text, to_document, tokenize
@@ -31,10 +29,9 @@ from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.losses import ttt_loss
 from models.states import DocumentStates
 from models.vocab import DraftVocab
-from tiny_writer import plain_argmax, tiny_writer
+from tiny_writer import SMALL, content, plain_argmax, step_sizes, tiny_writer, turns
 
 ROOT = Path(__file__).parent.parent
-SMALL = Sampling(max_new_tokens=12, max_length=256, batch_size=4, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +42,6 @@ def verifier():
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     monkeypatch.setattr("data.clock.GROUP_ROWS", 3)
-
-
-def content(rows):
-    return [{name: value for name, value in row.items() if name != CLOSES} for row in json.loads(json.dumps(rows))]
 
 
 def test_synthesis_writes_what_the_verifier_says(verifier, tmp_path):
@@ -111,14 +104,7 @@ def test_the_end_and_the_way_there_are_logged(verifier, tmp_path, caplog, monkey
 
 
 def test_the_batch_stays_full_and_nothing_is_written_in_vain(verifier, tmp_path, monkeypatch):
-    sizes, decode = [], type(verifier).decode
-
-    def recorded(self, cache, tokens_BT, **options):
-        if tokens_BT.shape[1] == 1:
-            sizes.append(len(tokens_BT))
-        return decode(self, cache, tokens_BT, **options)
-
-    monkeypatch.setattr(type(verifier), "decode", recorded)
+    sizes = step_sizes(verifier, monkeypatch)
     wide = replace(SMALL, batch_size=16)
     log = synthesize(verifier, tmp_path / "d.jsonl", wide, Limits(max_documents=60))
     assert len(log.rows) == 60 and log.used == 60 + log.counts.total()
@@ -261,6 +247,8 @@ def test_the_whole_dialogue_can_be_supervised(verifier, tmp_path, monkeypatch):
 
 def test_the_opening_is_not_supervised_and_long_prompts_fit(verifier, tmp_path):
     steered = replace(SMALL, openings=("What is",), max_length=60)
+    with pytest.raises(UserError, match="expected data.max_length of .* found 20"):
+        synthesize(verifier, tmp_path / "e.jsonl", replace(SMALL, max_length=20), Limits(max_documents=3))
     writer = _Writer(verifier, steered, Clock(RoundLog(tmp_path / "d.jsonl"), Limits(max_documents=3)))
     requests, end = writer.requests(), verifier.eos_ids[0]
     opening = next(requests).input_ids
@@ -317,55 +305,3 @@ def test_a_killed_run_loses_what_was_on_its_way(verifier, tmp_path):
     resumed = synthesize(verifier, path, SMALL, Limits(max_documents=kept + 4))
     whole = synthesize(verifier, tmp_path / "whole.jsonl", SMALL, Limits(max_documents=kept + 4))
     assert content(resumed.rows) == content(whole.rows)
-
-
-# Regeneration
-
-
-def turns(*texts):
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def test_regeneration_answers_turn_after_turn(tmp_path):
-    verifier = tiny_writer(end=8.0)  # short answers: dialogues go on
-    dialogues = [
-        Dialogue("same", "s", turns("The quick brown fox", "old answer", "What is the capital?")),
-        Dialogue("same", "s", turns("How many apples?", "old", "And then?", "old", "Why?", "old")),
-        Dialogue("c", "s", [{"role": "system", "content": "Be brief."}, *turns("Hi there")]),
-        Dialogue("d", "s", turns("word " * 300)),
-        Dialogue("e", "s", [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]),
-    ]
-    log = regenerate(verifier, dialogues, tmp_path / "d.jsonl", SMALL, Limits())
-    assert log.counts["prompt beyond max_length"] == 1 and len(log.rows) == 4
-    assert "old" not in json.dumps(log.rows)
-    answers = 0
-    for row in log.rows:
-        for start, end in row["spans"]:
-            ids = row["input_ids"]
-            assert ids[start:end] == plain_argmax(verifier, ids[:start], SMALL.max_new_tokens)
-            answers += 1
-        assert row["conversations"][-1]["role"] == "assistant" and row["spans"][-1][1] == len(row["input_ids"])
-    assert answers > len(log.rows), "a second answer should be seen"
-    short = regenerate(tiny_writer(end=0.0), dialogues[:2], tmp_path / "e.jsonl", SMALL, Limits())
-    assert short.counts["dialogue ended early: an answer met its limit"] == 2
-    assert all(row["conversations"][-1]["role"] == "assistant" for row in short.rows)
-
-
-def test_regeneration_resumes_and_honours_limits(verifier, tmp_path):
-    dialogues = [Dialogue(str(i), "s", turns(f"question {i}")) for i in range(20)]
-    whole = regenerate(verifier, iter(dialogues), tmp_path / "a.jsonl", SMALL, Limits())
-    path = tmp_path / "b.jsonl"
-    path.write_bytes((tmp_path / "a.jsonl").read_bytes()[:-200])
-    assert 0 < len(RoundLog(path).rows) < 20
-    assert content(regenerate(verifier, iter(dialogues), path, SMALL, Limits()).rows) == content(whole.rows)
-    few = regenerate(verifier, iter(dialogues), tmp_path / "c.jsonl", SMALL, Limits(max_documents=5))
-    assert content(few.rows) == content(whole.rows)[:5]
-
-
-def test_regeneration_fills_up_after_drops(verifier, tmp_path):
-    usable = [Dialogue(str(i), "s", turns(f"question {i}")) for i in range(9)]
-    long = Dialogue("long", "s", turns("word " * 300))
-    mixed = [dialogue for one in usable for dialogue in (one, long)]
-    log = regenerate(verifier, mixed, tmp_path / "a.jsonl", SMALL, Limits(max_documents=6))
-    assert [row["id"] for row in log.rows] == [str(i) for i in range(6)], "no dialogue is passed over"

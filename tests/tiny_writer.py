@@ -1,9 +1,15 @@
 """A tiny verifier that writes: mostly printable text, with end-of-turn tokens now and then."""
 
+import json
+
 import torch
 
+from data.answers import Sampling
+from data.log import CLOSES
 from models.verifier import Verifier
 from tiny import tiny_model, tiny_tokenizer
+
+SMALL = Sampling(max_new_tokens=12, max_length=256, batch_size=4, seed=3)
 
 
 def tiny_writer(end: float = 4.0, layers: int = 7, hidden: int = 32, **config) -> Verifier:
@@ -27,3 +33,25 @@ def plain_argmax(verifier, ids, limit):
         if ids[-1] in verifier.eos_ids:
             break
     return ids[count:]
+
+
+def step_sizes(verifier, monkeypatch) -> list[int]:
+    """Grows by the rows of every decode of one token per row from now on."""
+    sizes, decode = [], type(verifier).decode
+
+    def recorded(self, cache, tokens_BT, **options):
+        if tokens_BT.shape[1] == 1:
+            sizes.append(len(tokens_BT))
+        return decode(self, cache, tokens_BT, **options)
+
+    monkeypatch.setattr(type(verifier), "decode", recorded)
+    return sizes
+
+
+def content(rows):
+    return [{name: value for name, value in row.items() if name != CLOSES} for row in json.loads(json.dumps(rows))]
+
+
+def turns(*texts):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
