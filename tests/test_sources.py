@@ -84,6 +84,10 @@ BAD = [
     ({"conversations": [{"role": "assistant", "content": "a"}]}, "does not begin with a user turn"),
     ({"input_ids": [1, 2]}, "input_ids without answer_start"),
     ({"input_ids": [1, 2], "answer_start": 3}, "answer_start outside"),
+    ({"input_ids": [1, 2], "answer_start": 1, "prompt_span": [0]}, "prompt_span is not a pair"),
+    ({"input_ids": [1, 2], "answer_start": 1, "prompt_span": "01"}, "prompt_span is not a pair"),
+    ({"input_ids": [1, 2], "answer_start": 1, "prompt_span": [1, 0]}, "prompt_span outside"),
+    ({"input_ids": [1, 2], "answer_start": 1, "prompt_span": [0, 2]}, "prompt_span outside"),
     ({"input_ids": [1, "2"], "answer_start": 1}, "input_ids is not a list"),
 ]
 
