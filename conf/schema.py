@@ -25,16 +25,36 @@ class VerifierConf:
 
 @dataclass
 class HeadConf:
-    name: str = "eagle3"
-    ttt_steps: int = 7  # K; 1 is training without test-time steps
-    draft_vocab_size: int | None = None  # null: 8192 below 64k tokens, else 32000
-    step_decay: float = 0.8  # weight of step k is step_decay ** k
-    start: str = "verifier"  # "verifier": layer and norm from the verifier's; "random"
+    name: str = "eagle3"  # "eagle1" | "eagle3" | "medusa" | "independent"
+    ttt_steps: int = 7  # K of EAGLE heads; 1 is training without test-time steps
+    draft_vocab_size: int | None = None  # null: 8192 below 64k tokens, else 32000; EAGLE-1: all of them
+    # "verifier": layer and norm from the verifier's; "random"; or a folder with a head to go on from: a run, or a
+    # published EAGLE-1 or EAGLE-3 checkpoint
+    start: str = "verifier"
     start_layer: int = -1  # which decoder layer to start from
     start_lm_head: str = "verifier"  # "verifier" | "random"
     train_lm_head: bool = True  # false: it stays as it starts, and costs no gradient
     fc_norm: bool = False  # EAGLE-3.1 switches
     norm_output: bool = False
+    heads: int = 5  # Medusa: drafts at once
+    blocks: int = 1  # Medusa: residual blocks in each head
+    layers: int = 2  # independent draft: decoder layers
+
+
+@dataclass
+class ObjectiveConf:
+    """What the head learns; each is a switch of its own. Sums are over (anchor, step) pairs, weighted by step."""
+
+    token: str = "ce"  # "ce": soft cross-entropy | "lk": between KL and TV by acceptance | "lk_alpha": -log acceptance
+    token_weight: float = 1.0
+    feature_weight: float = 0.0  # SmoothL1 against the verifier's last hidden state (EAGLE-1)
+    top_k_weight: float = 0.0  # cross-entropy on the verifier's `top_k` best tokens (HASS)
+    top_k: int = 10
+    weights: str = "decay"  # "decay": step_decay ** k | "vat": 1 up to the first rejection, decaying from there
+    step_decay: float = 0.8
+    survival: float = 0.0  # weight of an output that learns whether a draft and all before it are accepted (VAT)
+    noise: float = 0.0  # uniform noise on the captured states, +- this much (EAGLE-1: 0.1)
+    tokens: str = "given"  # later steps read: "given": the text | "own": the head's drafts, which the verifier labels
 
 
 @dataclass
@@ -139,6 +159,7 @@ class TrainConf(RunConf):
     # "???" here, so that a group file may leave it for the user to give
     verifier: VerifierConf = field(default_factory=lambda: VerifierConf(source=MISSING))
     head: HeadConf = field(default_factory=HeadConf)
+    objective: ObjectiveConf = field(default_factory=ObjectiveConf)
     data: DataConf = field(default_factory=lambda: DataConf(path=MISSING))
     optim: OptimConf = field(default_factory=OptimConf)
     trainer: TrainerConf = field(default_factory=TrainerConf)

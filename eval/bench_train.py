@@ -15,7 +15,8 @@ from eval.rivals import against, in_turns
 from eval.speculative.clock import Clock
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.loading import native_dtype
-from models.losses import ttt_loss
+from models.losses import head_loss
+from models.objectives import Labels, Objective
 from models.states import VerifierStates, label_rows
 from models.verifier import Verifier
 from models.vocab import DraftVocab, draft_vocab_size
@@ -40,7 +41,8 @@ def bench_train(cfg) -> tuple[Verifier, list[dict]]:
         begun = clock.now()
         with counter or nullcontext():
             with torch.autocast(verifier.device.type, dtype, enabled=dtype != torch.float32):
-                loss, weight, _ = ttt_loss(head, states, teacher_PR, K)
+                labels = Labels.given(states, teacher_PR, K)
+                loss, weight, _ = head_loss(head, states, labels, Objective(steps=K))
             (loss / weight).backward()
         return clock.now() - begun
 

@@ -18,7 +18,7 @@ from eval.alpha import AlphaReport, evaluate
 from eval.measure import EvalSettings
 from eval.prompts import Prompt, load_prompts
 from eval.report import write_plots, write_report
-from eval.speculative.drafter import HeadDrafter
+from eval.speculative.drafter import drafter_for
 from eval.speculative.processors import Sampling
 from eval.tables import alpha_tables
 from models.export.native import WEIGHTS, StoredHead, head_folder, load_head, read_head
@@ -94,7 +94,7 @@ def measure_head(
     """Measures a head; `run` holds it as it was saved, and gives it its name and hash in the report."""
     report = evaluate(
         verifier,
-        lambda: HeadDrafter(head, settings.sampling),
+        lambda: drafter_for(head, settings.sampling),
         prompts,
         settings,
         progress,

@@ -47,7 +47,11 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Ascending distinct layer ids in 0..L-1; the default 2, L//2, L-3 needs L >= 7 (MATH: EAGLE-3)."""
+    """Ascending distinct ids in 0..L, as transformers counts `hidden_states`; there may be none.
+
+    i is the stream that enters layer i, L (or -1) the last hidden state after the final norm. None: 2, L//2, L-3, which
+    needs L >= 7 (2503.01840). Raises UserError.
+    """
     if aux_layers is None:
         if num_layers < 7:
             raise UserError(
@@ -55,10 +59,11 @@ def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> tuple
                 "name them yourself, e.g. verifier.aux_layers=[0,1,2]"
             )
         return default_layers(num_layers)
-    ids = tuple(int(i) for i in aux_layers)
-    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
+    ids = tuple(num_layers if int(i) == -1 else int(i) for i in aux_layers)
+    if list(ids) != sorted(set(ids)) or (ids and not 0 <= ids[0] <= ids[-1] <= num_layers):
         raise UserError(
-            f"expected verifier.aux_layers to be ascending distinct ids in 0..{num_layers - 1}, found {list(ids)}"
+            f"expected verifier.aux_layers to be ascending distinct ids in 0..{num_layers} ({num_layers} or -1: the "
+            f"last hidden state), found {list(aux_layers)}"
         )
     return ids
 

@@ -1,26 +1,24 @@
-"""The TTT loss of 2503.01840, with the LM head and its gradient fused so that no [P, R] tensor lives on."""
+"""The training loss of a head: what its draft steps give, against what the verifier says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from models.heads.eagle3 import Eagle3Head
+from models.objectives import Labels, Objective
 from models.states import VerifierStates
-from models.supervision import supervised
-
-CHUNK_ELEMENTS = 2**21  # logits formed at a time: a few MB, so that they stay in the cache between passes
+from models.token_loss import TokenTerms, choices, token_loss
 
 
 @dataclass
 class StepCounts:
-    """Sums per TTT step, of one batch or of many (`+`). Ratios are the reader's: loss_K / weight_K, ...
+    """Sums per draft step, of one batch or of many (`+`). Ratios are the reader's: loss_K / weight_K, ...
 
-    loss_K:    step weight times soft cross-entropy, over counted rows with the verifier's top token in the
-               draft vocabulary.  weight_K: the same sum of step weights.
+    loss_K:    step weight times loss, over counted rows with the verifier's top token in the draft vocabulary.
+    weight_K:  the same sum of step weights.
     correct_K: rows where the head's argmax is the verifier's full-vocabulary argmax.
     total_K:   all counted rows; those with the top token outside the draft vocabulary are misses.
     overlap_K: sum over all counted rows of sum_x min(p_target, q_draft): expected acceptance when sampling.
@@ -36,109 +34,61 @@ class StepCounts:
         return StepCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-class SoftCE(NamedTuple):
-    """loss_sum: sum of weight * loss, the only differentiable entry. Per row: loss, argmax, overlap."""
+def head_loss(head, states: VerifierStates, labels: Labels, objective: Objective) -> tuple[Tensor, Tensor, StepCounts]:
+    """Sum over counted (anchor, step k) of weight * loss, and the sum of those weights.
 
-    loss_sum: Tensor
-    loss_N: Tensor
-    choice_N: Tensor
-    overlap_N: Tensor
-
-
-class _SoftCE(torch.autograd.Function):
-    """The gradient is formed beside the loss, one block of rows at a time, and scaled in backward."""
-
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_RD, target_PR, label_N, row_weight_N, dtype, hidden_grad, weight_grad):
-        N, R = len(hidden_ND), len(weight_RD)
-        wide = target_PR.dtype
-        mass_P = target_PR.sum(-1).clamp_min(torch.finfo(wide).tiny)
-        loss_N, overlap_N = target_PR.new_empty(N), target_PR.new_empty(N)
-        choice_N = torch.empty(N, dtype=torch.int64, device=hidden_ND.device)
-        grad_hidden = torch.empty_like(hidden_ND) if hidden_grad else None
-        grad_weight = torch.zeros_like(weight_RD, dtype=wide) if weight_grad else None
-        matrix_RD = weight_RD.to(dtype)
-        size = max(64, CHUNK_ELEMENTS // R)
-        for rows in (slice(i, i + size) for i in range(0, N, size)):
-            hidden, label, row_weight = hidden_ND[rows].to(dtype), label_N[rows], row_weight_N[rows]
-            logits = (hidden @ matrix_RD.T).to(wide)
-            p_target, mass = target_PR.index_select(0, label), mass_P[label]
-            top, choice = logits.max(-1)
-            dot = (p_target * logits).sum(-1)
-            q_draft = logits.softmax(-1)
-            chosen = q_draft.gather(1, choice.unsqueeze(1)).squeeze(1)
-            loss_N[rows] = top - chosen.log() - dot / mass  # log-sum-exp minus the teacher's mean logit
-            choice_N[rows] = choice
-            overlap_N[rows] = torch.minimum(p_target, q_draft).sum(-1)
-            if not (hidden_grad or weight_grad):
-                continue
-            scale = (row_weight / mass).unsqueeze(1)
-            grad = q_draft.mul_(row_weight.unsqueeze(1)).addcmul_(p_target, scale, value=-1).to(dtype)
-            if hidden_grad:
-                grad_hidden[rows] = grad @ matrix_RD
-            if weight_grad and dtype == wide:
-                grad_weight.addmm_(grad.T, hidden)
-            elif weight_grad:  # low-precision products, summed in float32
-                grad_weight += grad.T @ hidden
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.mark_non_differentiable(loss_N, choice_N, overlap_N)
-        loss_sum = (loss_N * row_weight_N).sum()
-        return loss_sum, loss_N, choice_N, overlap_N
-
-    @staticmethod
-    def backward(ctx, grad_sum, *_):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = [None if grad is None else grad * grad_sum.to(grad.dtype) for grad in (grad_hidden, grad_weight)]
-        return *scaled, *[None] * 6
-
-
-def soft_ce(hidden_ND: Tensor, weight_RD: Tensor, target_PR: Tensor, label_N: Tensor, row_weight_N: Tensor) -> SoftCE:
-    """LM head and soft cross-entropy of each row against the teacher's law over the draft columns.
-
-    hidden_ND:    what the LM head reads.  weight_RD: the LM head.
-    target_PR:    the verifier's full-vocabulary probabilities of the draft columns (they sum to at most 1;
-                  the loss normalises them, the overlap does not), float32 or better.
-    label_N:      teacher row of each row.  row_weight_N: its weight in the sum; 0 leaves it out.
-    Matrix products follow autocast, the rest is in target's dtype.
-    """
-    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden_ND, weight_RD)]
-    device = hidden_ND.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_RD.dtype
-    with torch.autocast(device, enabled=False):
-        return SoftCE(*_SoftCE.apply(hidden_ND, weight_RD, target_PR, label_N, row_weight_N, dtype, *wanted))
-
-
-def ttt_loss(
-    head: Eagle3Head, states: VerifierStates, teacher_PR: Tensor, steps: int, step_decay: float = 0.8
-) -> tuple[Tensor, Tensor, StepCounts]:
-    """Sum over counted (anchor, step k) of step_decay^k * soft cross-entropy, and the sum of those weights.
-
-    teacher_PR: the verifier's logits of the draft columns at the label rows, float32. Its memory is used up (it
-                is the largest tensor of a step, and a second one would double that): pass a tensor made for this call.
+    head: any of models.heads.  labels: used up, make them for this call.
     Returns (loss_sum, weight_sum, counts): divide by the weights of the whole accumulation window and all
     ranks, once, so that padding, splitting and ranks change no gradient. Nothing here waits for the device
     beyond what `unroll` says. Both sums are zero for a batch without label rows.
     """
-    P = len(states.last_index_P)
-    counted_KP = supervised(states, steps)
-    decay_K = torch.tensor([step_decay**k for k in range(steps)], dtype=teacher_PR.dtype, device=teacher_PR.device)
-    # Teacher of (anchor p, step k) = law of label row p + k; past the end nothing is counted.
-    label_KP = torch.stack([torch.arange(k, P + k, device=teacher_PR.device) for k in range(steps)]).clamp_max(P - 1)
-    top_KP = head.inverse_V[states.top_P][label_KP]
-    weight_KP = decay_K[:, None] * (counted_KP & (top_KP >= 0))
+    K, P = labels.row_KP.shape
+    given = {} if labels.tokens_KP is None else {"tokens_KP": labels.tokens_KP}
+    out_ND = torch.cat(list(head.unroll(with_noise(states, objective.noise), K, **given)))
+    hidden_ND, row_N = head.final(out_ND), labels.row_KP.flatten()
+    top_KP = head.inverse_V[labels.top_N][labels.row_KP]
+    usable_KP = labels.counted_KP & (top_KP >= 0)
 
-    target_PR = teacher_PR.sub_(states.lse_P.to(teacher_PR.dtype)[:, None]).exp_()
-    hidden_ND = head.norm(torch.cat(list(head.unroll(states, steps))))
-    rows = soft_ce(hidden_ND, head.lm_head.weight, target_PR, label_KP.flatten(), weight_KP.flatten())
+    def hits(choice_N: Tensor) -> Tensor:
+        return (choice_N.view(K, P) == top_KP) & labels.counted_KP
+
+    # Only weights that depend on what was accepted need a look at the drafts before the loss.
+    early = hits(choices(hidden_ND, head.lm_weight)) if objective.weights == "vat" else usable_KP
+    weight_KP = objective.step_weights(early).to(labels.logits_NR.dtype) * usable_KP
+    terms = TokenTerms(objective.token, objective.token_weight, objective.top_k_weight, objective.top_k, head.softcap)
+    target_NR = labels.probabilities()
+    rows = token_loss(hidden_ND, head.lm_weight, target_NR, row_N, weight_KP.flatten(), terms)
+    hit_KP = hits(rows.choice_N)
+    extra_N = torch.zeros_like(rows.loss_N)
+    if objective.feature_weight:
+        extra_N = extra_N + objective.feature_weight * feature_loss(out_ND, labels.last_ND[row_N], extra_N.dtype)
+    if objective.survival_weight:
+        survived_N = hit_KP.cumprod(0).flatten().to(extra_N.dtype)
+        logit_N = head.survival(hidden_ND).squeeze(-1).to(extra_N.dtype)
+        bce_N = F.binary_cross_entropy_with_logits(logit_N, survived_N, reduction="none")
+        extra_N = extra_N + objective.survival_weight * bce_N
 
     def by_step(row_N: Tensor, weight: Tensor) -> Tensor:
-        return (row_N.view(steps, P) * weight).sum(1)
+        return (row_N.detach().view(K, P) * weight).sum(1)
 
     counts = StepCounts(
-        loss_K=by_step(rows.loss_N, weight_KP),
+        loss_K=by_step(rows.loss_N + extra_N, weight_KP),
         weight_K=weight_KP.sum(1),
-        correct_K=by_step(rows.choice_N == top_KP.flatten(), counted_KP).to(weight_KP.dtype),
-        total_K=counted_KP.sum(1).to(weight_KP.dtype),
-        overlap_K=by_step(rows.overlap_N, counted_KP),
+        correct_K=hit_KP.sum(1).to(weight_KP.dtype),
+        total_K=labels.counted_KP.sum(1).to(weight_KP.dtype),
+        overlap_K=by_step(rows.overlap_N, labels.counted_KP),
     )
-    return rows.loss_sum, weight_KP.sum(), counts
+    return rows.loss_sum + (extra_N * weight_KP.flatten()).sum(), weight_KP.sum(), counts
+
+
+def feature_loss(out_ND: Tensor, target_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    """SmoothL1 (beta 1) of each row, mean over D, in `dtype` (2401.15077)."""
+    return F.smooth_l1_loss(out_ND.to(dtype), target_ND.to(dtype), reduction="none").mean(-1)
+
+
+def with_noise(states: VerifierStates, amplitude: float) -> VerifierStates:
+    """Uniform noise on the captured states, from torch's own generator, so that a resumed run draws the same."""
+    if not amplitude:
+        return states
+    noise = (torch.rand_like(states.aux_BTAD) * 2 - 1) * amplitude
+    return replace(states, aux_BTAD=states.aux_BTAD + noise)

@@ -43,11 +43,15 @@ class AnchorPlan:
     masks: list[Tensor]
 
 
+def anchor_rows(states: VerifierStates) -> Tensor:
+    """int64 [P]: flat row of each anchor. Label row 0 of a document has none; its slot is another, never counted."""
+    return (states.last_index_P - 1).clamp_min(0)
+
+
 def anchor_plan(states: VerifierStates, dtype: torch.dtype) -> AnchorPlan:
     """Documents' extents must be known to the host, so on an accelerator this waits for it, once a batch."""
     document_N = states.document_BT.flatten()
-    # Label row 0 of a document has no anchor; its slot is computed on another row and never counted.
-    anchor_P = (states.last_index_P - 1).clamp_min(0)
+    anchor_P = anchor_rows(states)
     _, run_N, length_S = document_N.unique_consecutive(return_inverse=True, return_counts=True)
     anchors_S = torch.bincount(run_N[anchor_P], minlength=len(length_S))
     lengths, anchors = torch.stack([length_S, anchors_S]).tolist()

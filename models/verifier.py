@@ -25,7 +25,7 @@ LSE_ROWS = 128  # rows of full-vocabulary logits that exist at once in `states`
 
 @dataclass(frozen=True)
 class Captured:
-    """aux_BTAD: residual stream entering each captured layer. last_BTD: output of the final norm."""
+    """aux_BTAD: residual stream entering each captured layer; of layer L, and last_BTD: output of the final norm."""
 
     aux_BTAD: Tensor
     last_BTD: Tensor
@@ -46,7 +46,8 @@ class Decoded:
 class Verifier:
     """A frozen causal language model in eval mode. Not an nn.Module, so no checkpoint can swallow it.
 
-    aux_layers: ascending decoder layers whose input is captured (EAGLE-3, 2503.01840); None takes 2, L//2, L-3.
+    aux_layers: captured states as indices of transformers' `hidden_states` (introspect.check_aux_layers); None takes
+    those of EAGLE-3 (2503.01840): 2, L//2, L-3.
     The model is changed in place: attention goes through `models.attention`, and on a CPU its linear layers are
     packed. Raises UserError for architectures that cannot be driven that way.
     """
@@ -134,6 +135,8 @@ class Verifier:
             return hook
 
         for index in self.aux_layers:
+            if index == self.num_layers:
+                continue  # the final norm's output
             self.layers[index].register_forward_pre_hook(tap(index), with_kwargs=True)
 
         def norm_hook(_module, _args, output):
@@ -161,8 +164,13 @@ class Verifier:
                 eyrie_plan=plan,
                 **extra,
             )
-        aux_BTAD = torch.stack([taps[i] for i in self.aux_layers], dim=2) if capture else None
-        return Decoded(None, aux_BTAD, taps[-1])
+        return Decoded(None, self._stacked(taps) if capture else None, taps[-1])
+
+    def _stacked(self, taps: dict[int, Tensor]) -> Tensor:
+        """Captured states [B, T, A, D]; A may be 0."""
+        last_BTD = taps[-1]
+        states = [last_BTD if index == self.num_layers else taps[index] for index in self.aux_layers]
+        return torch.stack(states, dim=2) if states else last_BTD[:, :, None][:, :, :0]
 
     def capture(self, input_ids_BT: Tensor, document_BT: Tensor, position_BT: Tensor) -> Captured:
         """States of packed rows: each document attends to itself only. All arguments int64 [B, T], any device.

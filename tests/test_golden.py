@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.losses import ttt_loss
-from toy_head import make_head, make_states, teacher
+from toy_head import make_head, make_states, teacher, ttt_loss
 
 GOLDEN = Path(__file__).parent / "golden"
 

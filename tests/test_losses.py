@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.losses import soft_ce, ttt_loss
 from models.packed import native_bfloat16
 from models.supervision import supervised
-from toy_head import D, V, make_head, make_states, teacher
+from models.token_loss import token_loss
+from toy_head import D, V, make_head, make_states, teacher, ttt_loss
 
 R = 13
 
@@ -96,7 +96,7 @@ def test_loss_gradient_and_counts_equal_the_plain_reference(decay):
 
 
 def test_fused_lm_head_passes_gradcheck_across_blocks(monkeypatch):
-    monkeypatch.setattr("models.losses.CHUNK_ELEMENTS", 0)  # blocks of 64 rows: three of them here
+    monkeypatch.setattr("models.token_loss.CHUNK_ELEMENTS", 0)  # blocks of 64 rows: three of them here
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (150, 5))
     target = torch.rand(6, 5, generator=generator, dtype=torch.float64) / 6
@@ -106,13 +106,15 @@ def test_fused_lm_head_passes_gradcheck_across_blocks(monkeypatch):
     )
 
     def loss(h, w):
-        return soft_ce(h, w, target, label, row_weight).loss_sum * 3
+        return token_loss(h, w, target, label, row_weight).loss_sum * 3
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(), weight.requires_grad_()))
     plain = -((target / target.sum(-1, keepdim=True))[label] * (hidden @ weight.T).log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(soft_ce(hidden, weight, target, label, row_weight).loss_N, plain.detach())
+    torch.testing.assert_close(token_loss(hidden, weight, target, label, row_weight).loss_N, plain.detach())
     with torch.no_grad():
-        assert soft_ce(hidden, weight, target, label, row_weight).loss_sum == pytest.approx(float(plain @ row_weight))
+        assert token_loss(hidden, weight, target, label, row_weight).loss_sum == pytest.approx(
+            float(plain @ row_weight)
+        )
     both = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
     for index, (h, w) in enumerate([(hidden, weight.detach()), (hidden.detach(), weight)]):  # the other one frozen
         assert torch.equal(torch.autograd.grad(loss(h, w), (h, w)[index])[0], both[index])

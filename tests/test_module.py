@@ -16,9 +16,10 @@ from data.documents import Document
 from eval.measure import EvalSettings
 from eval.prompts import document_prompts
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
-from models.losses import ttt_loss
+from models.objectives import Objective
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
+from toy_head import ttt_loss
 from train.callbacks import Bar, KeepLast, Validate, free_running, graceful, summary, time_left
 from train.fit import MetricsFile, fit, strategy
 from train.module import HeadModule, StepSettings, check_same
@@ -49,7 +50,7 @@ def make(
     head = Eagle3Head(config, verifier.embedding_VD, vocab)
     loader = PackedLoader(OnlineStates(verifier, documents(count)), tokens, seed=3, rank=rank, world=world)
     limits = Limits(steps, seconds)
-    settings = StepSettings(OptimConf(name=name), limits, 3, 0.8, accumulate, log_every)
+    settings = StepSettings(OptimConf(name=name), limits, Objective(steps=3), accumulate, log_every)
     return HeadModule(head, verifier, loader, settings)
 
 

@@ -14,9 +14,9 @@ from data.batches import OnlineStates
 from data.documents import Document
 from data.store import StateStore, bytes_needed
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
-from models.losses import ttt_loss
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
+from toy_head import ttt_loss
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ from data.synthesize import _Writer, synthesize
 from data.tokens import prompt_ids, same_text, to_document, tokenize
 from models.chat import user_header_ids
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
-from models.losses import ttt_loss
 from models.states import DocumentStates
 from models.vocab import DraftVocab
 from tiny_writer import SMALL, content, plain_argmax, step_sizes, tiny_writer, turns
+from toy_head import ttt_loss
 
 ROOT = Path(__file__).parent.parent
 

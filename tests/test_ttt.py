@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.losses import ttt_loss
 from models.states import label_rows
 from models.supervision import supervised
-from toy_head import D, V, make_head, make_states, teacher
+from toy_head import D, V, make_head, make_states, teacher, ttt_loss
 
 PACKED = [["ppABCuuDEFGu", "pABCDE", "ppppAB", "ppu"]]
 RAGGED = [["ppABCuuDEFGu", "pABCDE", "----"], ["pppABCDEFG", "------------"]]

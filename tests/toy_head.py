@@ -3,6 +3,8 @@
 import torch
 
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.losses import head_loss
+from models.objectives import Labels, Objective
 from models.states import VerifierStates, label_rows
 from models.vocab import DraftVocab
 
@@ -79,6 +81,12 @@ def make_states(rows, seed=0):
 def teacher(states, R=13, seed=5):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(states.last_index_P), R, generator=generator, dtype=torch.float64)
+
+
+def ttt_loss(head, states, teacher_PR, steps, step_decay=0.8, **switches):
+    """`head_loss` with the text's own labels."""
+    objective = Objective(steps=steps, step_decay=step_decay, **switches)
+    return head_loss(head, states, Labels.given(states, teacher_PR, steps), objective)
 
 
 def head_of(verifier, start=True):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from conf.errors import UserError
 from conf.schema import TrainConf
 from data.prepare import needs_verifier
 from data.sources import resolve
 from eval.command import settings_of
 from eval.prompts import read_suite, spaced
+from models import heads
 from models.loading import DTYPES, FILE_DTYPES
+from train.build import STARTS, objective_of
 
 NAMES = {
-    "head.name": ("eagle3",),
-    "head.start": ("verifier", "random"),
+    "head.name": tuple(heads.KINDS),
     "head.start_lm_head": ("verifier", "random"),
     "data.supervised": ("answers", "dialogue"),
     "optim.name": ("adamw", "muon"),
@@ -20,7 +23,8 @@ NAMES = {
     "decode.dtype": tuple(DTYPES),
     "verifier.dtype": ("auto", *DTYPES),
 }
-POSITIVE = ("head.ttt_steps", "trainer.accumulate", "trainer.tokens_per_step", "trainer.log_every")
+POSITIVE = ("head.ttt_steps", "head.heads", "head.blocks", "head.layers")
+POSITIVE += ("trainer.accumulate", "trainer.tokens_per_step", "trainer.log_every")
 
 
 def check(cfg: TrainConf) -> None:
@@ -33,6 +37,7 @@ def check(cfg: TrainConf) -> None:
             raise UserError(f"{name} must be 1 or more, found {value}")
     if cfg.head.start_lm_head == "random" and not cfg.head.train_lm_head:
         raise UserError("a random LM head must be trained: head.train_lm_head=true, or head.start_lm_head=verifier")
+    check_head(cfg)
     check_end(cfg)
     needs_verifier(cfg.data)
     if cfg.data.path is not None:
@@ -40,6 +45,26 @@ def check(cfg: TrainConf) -> None:
     settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
     for suite in suites(cfg):
         spaced(read_suite(suite), cfg.evaluation.limit)
+
+
+def check_head(cfg: TrainConf) -> None:
+    """What a kind of head can't do, and a start that is not there."""
+    kind = cfg.head.name
+    if cfg.head.start not in STARTS and not Path(cfg.head.start).expanduser().is_dir():
+        raise UserError(f"head.start must be verifier, random, or a folder that holds a head, found {cfg.head.start}")
+    if kind in ("eagle1", "medusa") and cfg.verifier.aux_layers not in (None, [-1]):
+        raise UserError(f"head={kind} reads the last hidden state alone: leave verifier.aux_layers unset")
+    if kind == "eagle1" and cfg.head.draft_vocab_size is not None:
+        raise UserError("head=eagle1 drafts with the verifier's own LM head: leave head.draft_vocab_size unset")
+    eagle = kind in ("eagle1", "eagle3")
+    for name, value, plain in (
+        ("objective.feature_weight", cfg.objective.feature_weight, 0),
+        ("objective.survival", cfg.objective.survival, 0),
+        ("objective.tokens", cfg.objective.tokens, "given"),
+    ):
+        if not eagle and value != plain:
+            raise UserError(f"{name} is for EAGLE heads, which read their own output: leave it at {plain} for {kind}")
+    objective_of(cfg)
 
 
 def check_end(cfg: TrainConf) -> None:

@@ -16,8 +16,9 @@ from eval.command import measure_head, settings_of
 from eval.prompts import load_prompts
 from eval.report import write_plots, write_report
 from eval.tables import alpha_tables, number
-from models.export import safeai
+from models.export.formats import exported
 from models.export.native import load_head, read_head
+from models.heads import captured_layers
 from models.verifier import Verifier
 from train import ledger as ledgers
 from train.ledger import Ledger
@@ -29,7 +30,7 @@ def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict
     verifier: in decode.dtype; None has it loaded in that dtype.  record: what provenance.json is to hold.
     """
     with ledger.phase("export"):
-        export = safeai.write(read_head(folder), folder / "export")
+        export = exported(read_head(folder), folder / "export")
     ledgers.write(folder, record)
     with ledger.phase("evaluate"):
         try:
@@ -50,14 +51,16 @@ def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict
         write_plots(folder, folder)
     console = Console(stderr=cfg.json)
     console.print(alpha_tables(report.to_dict()))
-    paths = {"head": folder / "head", "export": export, "report": page}
+    paths = {"head": folder / "head", **({"export": export} if export else {}), "report": page}
     console.print(closing_table(cfg, report, record, ledger, paths))
-    values = report.to_dict() | {"run": str(folder), "head_folder": str(folder / "head"), "export": str(export)}
+    values = report.to_dict() | {"run": str(folder), "head_folder": str(folder / "head")}
+    values["export"] = str(export) if export else None
     return Outcome(page, values | {"seconds": ledger.rounded(), "trained": record["training"]})
 
 
 def load_verifier(cfg: TrainConf, dtype: str, device: torch.device | str) -> Verifier:
-    options = {name: getattr(cfg.verifier, name) for name in ("aux_layers", "trust_remote_code", "revision")}
+    options = {name: getattr(cfg.verifier, name) for name in ("trust_remote_code", "revision")}
+    options["aux_layers"] = captured_layers(cfg.head.name, cfg.verifier.aux_layers)
     return Verifier.load(cfg.verifier.source, dtype=dtype, device=str(device), **options)
 
 

@@ -19,7 +19,6 @@ import torch
 from conf.schema import TrainConf
 from data.prepare import Prepared
 from models.export.native import VerifierCard
-from models.heads.eagle3 import Eagle3Head
 
 PACKAGES = ("eyrie", "torch", "transformers", "lightning", "safetensors", "hydra-core", "datasets", "numpy")
 
@@ -48,7 +47,7 @@ class Ledger:
         return {name: round(value, 1) for name, value in self.seconds.items()}
 
 
-def provenance(cfg: TrainConf, verifier, prepared: Prepared, head: Eagle3Head, trained: dict, ledger: Ledger) -> dict:
+def provenance(cfg: TrainConf, verifier, prepared: Prepared, head, trained: dict, ledger: Ledger) -> dict:
     """provenance.json. trained: steps, tokens and seconds of the training itself."""
     return {
         "command": " ".join([Path(sys.executable).name, "-m", "train", *sys.argv[1:]]),

@@ -20,14 +20,12 @@ from conf.schema import TrainConf
 from data.batches import OnlineStates, PackedLoader
 from data.prepare import Prepared, prepare
 from data.store import StateStore
-from data.tokens import draft_vocab
 from eval.command import settings_of
 from eval.prompts import document_prompts
 from models.export.native import StoredHead, save_head
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.verifier import Verifier
-from models.vocab import DraftVocab
 from train import finish
+from train.build import build_head, draft_steps, objective_of
 from train.callbacks import Bar, KeepLast, Validate, graceful
 from train.checks import check
 from train.fit import device_count, fit, open_loggers
@@ -94,7 +92,7 @@ def train(cfg: TrainConf) -> Outcome | None:
     if job.rank:
         return None
     trained = {"steps": module.global_step, "seconds": round(module.elapsed, 1), "tokens": module.tokens * job.world}
-    trained |= {"ttt_steps": cfg.head.ttt_steps, "data_hash": prepared.content_hash}
+    trained |= {"ttt_steps": draft_steps(cfg.head), "data_hash": prepared.content_hash}
     save_head(job.folder / "head", StoredHead.of(module.head, verifier, trained))
     record = provenance(cfg, verifier, prepared, module.head, trained, job.ledger)
     same = verifier if str(verifier.dtype) == f"torch.{cfg.decode.dtype}" else None
@@ -158,11 +156,9 @@ def open_states(cfg: TrainConf, verifier: Verifier, prepared: Prepared) -> State
 
 
 def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> HeadModule:
-    """Draft vocabulary, head, loader and limits."""
+    """Head, loader and limits."""
     cfg = job.cfg
-    vocab, covered = draft_vocab(prepared.train, verifier.vocab_size, cfg.head.draft_vocab_size)
-    log.info(f"draft vocabulary: {len(vocab):,} of {verifier.vocab_size:,} tokens, {covered:.2%} of the labels")
-    head = build_head(cfg, verifier, vocab)
+    head = build_head(cfg, verifier, prepared.train)
     loader = PackedLoader(source, cfg.trainer.tokens_per_step, cfg.seed, job.rank, job.world)
     windows = max(1, len(loader.plan(0)) // cfg.trainer.accumulate)
     limits = limits_of(cfg, windows, job.ledger.spent / 60)
@@ -171,27 +167,8 @@ def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> He
         + (f", {limits.steps:,} steps at most" if limits.steps else "")
         + (f"; {loader.dropped} documents longer than trainer.tokens_per_step are left out" if loader.dropped else "")
     )
-    settings = StepSettings(
-        cfg.optim, limits, cfg.head.ttt_steps, cfg.head.step_decay, cfg.trainer.accumulate, cfg.trainer.log_every
-    )
+    settings = StepSettings(cfg.optim, limits, objective_of(cfg), cfg.trainer.accumulate, cfg.trainer.log_every)
     return HeadModule(head, verifier, loader, settings)
-
-
-def build_head(cfg: TrainConf, verifier: Verifier, vocab: DraftVocab) -> Eagle3Head:
-    """A head of the verifier's geometry, started from its layer and LM head unless the settings say otherwise."""
-    config = Eagle3Config.from_verifier(
-        verifier.head_geometry, verifier.aux_layers, len(vocab), cfg.head.fc_norm, cfg.head.norm_output
-    )
-    head = Eagle3Head(config, verifier.embedding_VD, vocab).to(verifier.device)
-    head.start_from_verifier(
-        verifier.layer_state_dict(cfg.head.start_layer) if cfg.head.start == "verifier" else {},
-        verifier.final_norm_weight,
-        verifier.lm_head_rows(vocab.ids_R),
-        layer=cfg.head.start == "verifier",
-        lm_head=cfg.head.start_lm_head == "verifier",
-    )
-    head.lm_head.requires_grad_(cfg.head.train_lm_head)
-    return head
 
 
 def limits_of(cfg: TrainConf, windows: int, spent: float) -> Limits:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import OptimConf
-from models.losses import StepCounts, ttt_loss
+from models.losses import StepCounts, head_loss
+from models.objectives import Labels, Objective
+from models.on_policy import own_labels
 from models.states import VerifierStates
 from train.optim import build_optimizer
 from train.schedule import Limits, lr_scale
@@ -26,8 +28,7 @@ class StepSettings:
 
     optim: OptimConf
     limits: Limits
-    ttt_steps: int
-    step_decay: float
+    objective: Objective
     accumulate: int = 1
     log_every: int = 10
 
@@ -73,10 +74,7 @@ class HeadModule(pl.LightningModule):
 
     def training_step(self, batch: tuple[VerifierStates, dict], index: int) -> None:
         states, place = batch
-        teacher_PR = self.verifier.logits(states.last_PD, self.head.vocab.ids_R)
-        loss, weight, counts = ttt_loss(
-            self.head, states, teacher_PR, self.settings.ttt_steps, self.settings.step_decay
-        )
+        loss, weight, counts = head_loss(self.head, states, self.labels(states), self.settings.objective)
         self._weights.append(weight.detach())
         self._counts = counts if self._counts is None else self._counts + counts
         self.tokens += states.input_ids_BT.numel()
@@ -88,6 +86,14 @@ class HeadModule(pl.LightningModule):
         self.manual_backward(loss)
         self._step()
         self._place = place
+
+    def labels(self, states: VerifierStates) -> Labels:
+        """The verifier's laws that this batch is taught by."""
+        vocab, objective = self.head.vocab, self.settings.objective
+        logits_PR = self.verifier.logits(states.last_PD, None if vocab.is_identity else vocab.ids_R)
+        if objective.tokens == "own":
+            return own_labels(self.head, self.verifier, states, logits_PR, objective.steps)
+        return Labels.given(states, logits_PR, objective.steps)
 
     def _step(self) -> None:
         """End of a window: agree over ranks, divide, clip, step, and read the counts when it is time."""

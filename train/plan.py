@@ -16,9 +16,11 @@ from conf.paths import cache_dir
 from conf.schema import TrainConf
 from data.prepare import needs_verifier
 from models import embedded
+from models.heads import captured_layers
 from models.introspect import check_aux_layers
 from models.loading import FILE_DTYPES, explained
 from models.vocab import draft_vocab_size
+from train.build import draft_steps
 
 PROMPT_TOKENS = 48  # a guess at template and question; exact numbers follow when the data is there
 ANSWER_SHARE = 0.75  # of max_new_tokens that an answer fills, by guess
@@ -56,10 +58,18 @@ def sizes(cfg: TrainConf) -> Sizes:
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or D // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    A = len(check_aux_layers(cfg.verifier.aux_layers, L))
+    A = len(check_aux_layers(captured_layers(cfg.head.name, cfg.verifier.aux_layers), L))
     R = draft_vocab_size(cfg.head.draft_vocab_size, V)
     mlp, out, qkv = 3 * D * MLP, heads * size * D, (heads + 2 * kv_heads) * size * D
-    return Sizes(L, D, V, R, A, L * (mlp + out + qkv) + V * D, A * D * D + 2 * qkv + out + mlp + R * D, V * D)
+    layer = mlp + out + qkv
+    R = V if cfg.head.name == "eagle1" else R
+    head = {
+        "eagle1": 2 * D * D + layer,
+        "eagle3": A * D * D + qkv + layer + R * D,
+        "medusa": cfg.head.heads * cfg.head.blocks * D * D + R * D,
+        "independent": cfg.head.layers * layer + R * D,
+    }
+    return Sizes(L, D, V, R, A, L * layer + V * D, head.get(cfg.head.name, 0), V * D)
 
 
 def document_tokens(cfg: TrainConf) -> tuple[int, int]:
@@ -90,7 +100,8 @@ def plan_rows(cfg: TrainConf, device: torch.device) -> list[tuple[str, str]]:
     steps = _steps(cfg, tokens)
     step_tokens = cfg.trainer.tokens_per_step * cfg.trainer.accumulate
     # Forward and backward are three passes over the head's weights per anchor and TTT step; an online verifier one.
-    per_step = step_tokens * (3 * cfg.head.ttt_steps * size.head * 0.8 + (0 if cfg.data.store else size.verifier))
+    drafts = draft_steps(cfg.head)
+    per_step = step_tokens * (3 * drafts * size.head * 0.8 + (0 if cfg.data.store else size.verifier))
     bytes_each = 4 if device.type == "cpu" else 2
     memory = bytes_each * (size.verifier + size.embedding) + 16 * size.head + 8 * size.hidden * step_tokens * 12
     origin = "written by the verifier" if cfg.data.path is None else f"{cfg.data.path}, answers {cfg.data.answers}"
@@ -99,7 +110,7 @@ def plan_rows(cfg: TrainConf, device: torch.device) -> list[tuple[str, str]]:
     passes = tokens + answers if writes else tokens
     return [
         ("verifier", f"{cfg.verifier.source}: {_count(size.verifier)} parameters, {size.layers} layers on {device}"),
-        ("head", f"{cfg.head.name}: {_count(size.head)} parameters, K = {cfg.head.ttt_steps}, R = {size.draft_vocab}"),
+        ("head", f"{cfg.head.name}: {_count(size.head)} parameters, K = {drafts}, R = {size.draft_vocab}"),
         ("budget", cfg.budget_name or "none named"),
         ("data", ", ".join([origin, *([f"about {_count(tokens)} tokens"] if tokens else [])])),
         ("data time", _span(minutes, passes * size.verifier / rate / 60 if tokens else None)),

@@ -1,4 +1,4 @@
-"""What proposes tokens: one protocol, an EAGLE-3 head that drafts a chain, and prompt lookup."""
+"""What proposes tokens: one protocol, and its drafters: EAGLE heads, Medusa, models of tokens alone, prompt lookup."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class Drafter(Protocol):
 
 
 class HeadDrafter:
-    """A chain of an EAGLE-3 head, fed as the serving engines feed it (2503.01840; vLLM and SGLang agree).
+    """A chain of an EAGLE head, fed as the serving engines feed it (2401.15077, 2503.01840; vLLM and SGLang agree).
 
     Once the verifier processed x_0..x_{n-1} and emitted x_n, the first pass takes every new row i as
-    (token x_{i+1}, fc(aux_i), position i); its last row drafts d_1. Step j >= 2 takes (d_{j-1}, the previous
-    un-normed output, position n+j-2). Accepted tokens are run again with the verifier's features in the next
-    first pass: the head's cache is cut back to its true rows before it.
+    (token x_{i+1}, `fuse` of the states at i, position i); its last row drafts d_1. Step j >= 2 takes (d_{j-1}, the
+    previous output, position n+j-2). Accepted tokens are run again with the verifier's features in the next first pass:
+    the head's cache is cut back to its true rows before it.
 
     Greedy sampling drafts the head's argmax (point masses). Otherwise it draws from the head's law after the
     same processors as the verifier's, and that law goes to the acceptance test.
@@ -99,10 +99,7 @@ class HeadDrafter:
 
     @torch.no_grad()
     def draft(self, depth: int, generator: torch.Generator) -> Draft:
-        clock = Clock(self.ids_R.device)
-        uniform_N = None
-        if not self.sampling.greedy:
-            uniform_N = torch.rand(depth, generator=generator, dtype=torch.float64).to(self.ids_R.device)
+        clock, uniform_N = Clock(self.ids_R.device), coins(depth, self.sampling, generator, self.ids_R.device)
         begun = clock.now()
         out_D = self._first_pass()
         tokens, laws = [], []
@@ -114,7 +111,7 @@ class HeadDrafter:
             self._choose(out_D, uniform_N, tokens, laws)
         return Draft(
             torch.stack(tokens),
-            DraftLaw(torch.stack(laws), self.ids_R) if laws else None,
+            law_of(laws, self.ids_R),
             first_seconds=first_done - begun,
             step_seconds=(clock.now() - first_done) / (depth - 1) if depth > 1 else None,
         )
@@ -129,14 +126,118 @@ class HeadDrafter:
         return out_1TD[0, -1]
 
     def _choose(self, out_D: Tensor, uniform_N: Tensor | None, tokens: list[Tensor], laws: list[Tensor]) -> None:
-        """Appends the candidate that `out_D` gives, and the law it was drawn from unless that is a point mass."""
-        logits_R = self.head.logits(out_D)
-        if uniform_N is None:
-            column = logits_R.argmax(-1)
-        else:
-            laws.append(to_law(logits_R, self.sampling))
-            column = draw(laws[-1], uniform_N[len(tokens)])
-        tokens.append(self.ids_R[column])
+        choose(self.head.logits(out_D), self.ids_R, self.sampling, uniform_N, tokens, laws)
+
+
+class MedusaDrafter:
+    """A chain of Medusa's heads (2401.10774): head k drafts d_{k+1}, all of them from the last processed row's state.
+
+    The heads don't see each other's drafts, so the law of each is what its head says, whatever the others drew. At most
+    as many drafts as there are heads. All of them come from the first pass, so a further draft has no time of its own.
+    """
+
+    def __init__(self, head, sampling: Sampling):
+        self.head = head
+        self.sampling = sampling
+        self.ids_R = head.vocab.ids_R.to(head.lm_weight.device)
+        self.hidden_D: Tensor | None = None
+
+    def start(self, prompt_ids: list[int], pending: int, features: Features, capacity: int) -> None:
+        self.hidden_D = self.head.fuse(features.aux_TAD[-1])
+
+    def accepted(self, tokens: list[int], features: Features) -> None:
+        self.hidden_D = self.head.fuse(features.aux_TAD[-1])
+
+    @torch.no_grad()
+    def draft(self, depth: int, generator: torch.Generator) -> Draft:
+        depth = min(depth, self.head.config.heads)
+        clock, uniform_N = Clock(self.ids_R.device), coins(depth, self.sampling, generator, self.ids_R.device)
+        begun = clock.now()
+        tokens, laws = [], []
+        for logits_R in self.head.logits(torch.stack(self.head.outputs(self.hidden_D, depth))):
+            choose(logits_R, self.ids_R, self.sampling, uniform_N, tokens, laws)
+        seconds = clock.now() - begun
+        later = 0.0 if depth > 1 else None
+        return Draft(torch.stack(tokens), law_of(laws, self.ids_R), first_seconds=seconds, step_seconds=later)
+
+
+class ModelDrafter:
+    """A chain of a model that reads tokens alone: the independent draft of 2211.17192.
+
+    model: `new_cache(capacity)`, `extend(cache, tokens_1T) -> logits_R after the last token`, and `ids_R`.
+    What it has cached of accepted drafts stays; rejected ones are cut off.
+    """
+
+    def __init__(self, model, sampling: Sampling, device: torch.device | str):
+        self.model = model
+        self.sampling = sampling
+        self.ids_R = model.ids_R.to(device)
+        self.cache = None
+        self.ids: list[int] = []  # the sequence so far
+        self.cached: list[int] = []  # what the cache holds
+
+    def start(self, prompt_ids: list[int], pending: int, features: Features, capacity: int) -> None:
+        self.cache = self.model.new_cache(capacity)
+        self.ids, self.cached = prompt_ids + [pending], []
+
+    def accepted(self, tokens: list[int], features: Features) -> None:
+        self.ids = self.ids + tokens
+
+    @torch.no_grad()
+    def draft(self, depth: int, generator: torch.Generator) -> Draft:
+        device = self.ids_R.device
+        clock, uniform_N = Clock(device), coins(depth, self.sampling, generator, device)
+        begun = clock.now()
+        pairs = enumerate(zip(self.cached, self.ids, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(self.cached))
+        keep = min(same, len(self.ids) - 1)
+        self.cache.truncate([keep])
+        self.cached = list(self.ids)
+        new_1T = torch.tensor([self.ids[keep:]], device=device)
+        tokens, laws, times = [], [], []
+        for _ in range(depth):
+            choose(self.model.extend(self.cache, new_1T), self.ids_R, self.sampling, uniform_N, tokens, laws)
+            new_1T = tokens[-1].view(1, 1)
+            times.append(clock.now() - begun)
+        self.cached += [int(token) for token in tokens[:-1]]
+        later = (times[-1] - times[0]) / (depth - 1) if depth > 1 else None
+        return Draft(torch.stack(tokens), law_of(laws, self.ids_R), first_seconds=times[0], step_seconds=later)
+
+
+def coins(depth: int, sampling: Sampling, generator: torch.Generator, device) -> Tensor | None:
+    """A uniform number for each candidate to be drawn, None where nothing is."""
+    return None if sampling.greedy else torch.rand(depth, generator=generator, dtype=torch.float64).to(device)
+
+
+def choose(
+    logits_R: Tensor,
+    ids_R: Tensor,
+    sampling: Sampling,
+    uniform_N: Tensor | None,
+    tokens: list[Tensor],
+    laws: list[Tensor],
+) -> None:
+    """Appends the candidate that these draft logits give, and the law it was drawn from unless that is a point mass."""
+    if uniform_N is None:
+        column = logits_R.argmax(-1)
+    else:
+        laws.append(to_law(logits_R, sampling))
+        column = draw(laws[-1], uniform_N[len(tokens)])
+    tokens.append(ids_R[column])
+
+
+def law_of(laws: list[Tensor], ids_R: Tensor) -> DraftLaw | None:
+    return DraftLaw(torch.stack(laws), ids_R) if laws else None
+
+
+def drafter_for(head, sampling: Sampling) -> Drafter:
+    """The drafter that drives this kind of head."""
+    kind = head.config.kind
+    if kind == "medusa":
+        return MedusaDrafter(head, sampling)
+    if kind == "independent":
+        return ModelDrafter(head, sampling, head.lm_weight.device)
+    return HeadDrafter(head, sampling)
 
 
 class PromptLookup:

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.errors import UserError
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models import heads
+from models.heads.config import HeadConfig
 from models.vocab import DraftVocab
 
 FORMAT = "eyrie-head"
@@ -61,14 +62,14 @@ class StoredHead:
     tensors: the head's state dict, exactly.  training: free notes (steps K, data hash, ...).
     """
 
-    config: Eagle3Config
+    config: HeadConfig
     vocab: DraftVocab
     tensors: dict[str, Tensor]
     verifier: VerifierCard
     training: dict = field(default_factory=dict)
 
     @classmethod
-    def of(cls, head: Eagle3Head, verifier, training: dict | None = None) -> StoredHead:
+    def of(cls, head: nn.Module, verifier, training: dict | None = None) -> StoredHead:
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in head.state_dict().items()}
         return cls(head.config, head.vocab, tensors, VerifierCard.of(verifier), training or {})
 
@@ -81,7 +82,7 @@ def save_head(folder: Path | str, stored: StoredHead) -> Path:
     values = {
         "format": FORMAT,
         "version": VERSION,
-        "head": "eagle3",
+        "head": stored.config.kind,
         "config": stored.config.to_dict(),
         "vocab_hash": stored.vocab.hash,
         "verifier": asdict(stored.verifier),
@@ -106,7 +107,7 @@ def read_head(source: Path | str) -> StoredHead:
     tensors = read_tensors(folder / WEIGHTS)
     if "d2t" not in tensors:
         raise UserError(f"{folder / WEIGHTS}: missing d2t, the draft vocabulary; write the head again")
-    config = Eagle3Config.from_dict(values["config"])
+    config = heads.config_from_dict(values.get("head", "eagle3"), values["config"])
     vocab = DraftVocab.from_d2t(tensors.pop("d2t"), config.vocab_size)
     if vocab.hash != values["vocab_hash"]:
         raise UserError(
@@ -135,7 +136,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} is damaged ({error}); write it again") from error
 
 
-def load_head(source: Path | str, verifier, dtype: torch.dtype | None = None) -> Eagle3Head:
+def load_head(source: Path | str, verifier, dtype: torch.dtype | None = None) -> nn.Module:
     """The head of a native or run folder, in eval mode on the verifier's device, checked against this verifier.
 
     dtype: of the parameters; None keeps the stored one. Raises UserError naming both sides of a mismatch.
@@ -145,9 +146,9 @@ def load_head(source: Path | str, verifier, dtype: torch.dtype | None = None) ->
     return attach(stored, verifier, dtype)
 
 
-def attach(stored: StoredHead, verifier, dtype: torch.dtype | None = None) -> Eagle3Head:
+def attach(stored: StoredHead, verifier, dtype: torch.dtype | None = None) -> nn.Module:
     """A running head from stored tensors and the verifier's embedding."""
-    head = Eagle3Head(stored.config, verifier.embedding_VD, stored.vocab)
+    head = heads.build(stored.config, verifier, stored.vocab)
     try:
         head.load_state_dict(stored.tensors, strict=True)
     except RuntimeError as error:
@@ -168,7 +169,7 @@ def check_verifier(stored: StoredHead, verifier) -> None:
                 f"the head was trained for {trained.name} ({what} {old[:12]}), this is {found.name} ({what} "
                 f"{new[:12]}): give the verifier it was trained for, or train a head for this one"
             )
-    if tuple(verifier.aux_layers) != stored.config.aux_layers:
+    if stored.config.aux_layers and tuple(verifier.aux_layers) != stored.config.aux_layers:
         raise UserError(
             f"the head reads layers {list(stored.config.aux_layers)}, the verifier captures "
             f"{list(verifier.aux_layers)}: set verifier.aux_layers to the head's"

@@ -1,0 +1,153 @@
+"""Exposure bias of an EAGLE head: the same drafts made from its own features and from the verifier's true ones.
+
+Counted on the verifier's own greedy text, where the next token is the verifier's argmax: a draft that hits is the text's
+next token, so an unroll over the given tokens is a free run for as long as every draft before hits. At depth k of such
+an anchor the head has read k of its own features; the anchor k rows later reads the same tokens with the true ones, and
+its first draft has the same label. The difference between the two is exposure bias and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.batches import packed_rows
+from data.documents import Document
+from models.states import VerifierStates
+from models.supervision import supervised
+
+TOKENS = 2048  # of documents whose states exist at once
+LOGITS = 2**24  # draft logits that exist at once
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Counts of every document at depths 0..K-1, int64 [N, K]; depth k is step k of `unroll`, with k own features read.
+
+    counted: (anchor, depth) pairs whose label lies in the anchor's answer.
+    forced:  hits among them with true features at every row: teacher forcing.
+    given:   hits among them with own features and the text's tokens: what training logs as accuracy_k.
+    tested:  those whose drafts 0..k-1 were all accepted, as in the greedy loop started at every anchor.
+    own:     hits among the tested with own features: n-alpha of that loop.
+    true:    hits among the tested with true features.
+    """
+
+    counted: np.ndarray
+    forced: np.ndarray
+    given: np.ndarray
+    tested: np.ndarray
+    own: np.ndarray
+    true: np.ndarray
+
+    def __add__(self, other: Exposure) -> Exposure:
+        """The same documents under another head: counts of each document add up."""
+        return Exposure(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def measure_exposure(
+    verifier, heads: Mapping[str, nn.Module], documents: Sequence[Document], depth: int
+) -> dict[str, Exposure]:
+    """Counts of each EAGLE head (any with `unroll` and own features) on documents that the verifier wrote greedily.
+
+    The verifier runs once over each document, whatever the number of heads.
+    """
+    parts: dict[str, list[Exposure]] = {name: [] for name in heads}
+    for some in _portions(documents):
+        rows = packed_rows(some)
+        states = verifier.states(*(row.to(verifier.device) for row in rows))
+        for name, head in heads.items():
+            parts[name].append(exposure(head, states, depth))
+    names = [f.name for f in fields(Exposure)]
+    return {
+        name: Exposure(*(np.concatenate([getattr(part, field) for part in of_head]) for field in names))
+        for name, of_head in parts.items()
+    }
+
+
+def _portions(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """Neighbours of TOKENS tokens together, or one document."""
+    portion: list[Document] = []
+    for document in documents:
+        if portion and sum(len(d.input_ids) for d in portion) + len(document.input_ids) > TOKENS:
+            yield portion
+            portion = []
+        portion.append(document)
+    if portion:
+        yield portion
+
+
+@torch.no_grad()
+def exposure(head: nn.Module, states: VerifierStates, depth: int) -> Exposure:
+    """Counts of each document of a batch; documents are numbered from 0.
+
+    A label outside the draft vocabulary is a miss at every depth. Where the text is not the verifier's argmax (a
+    numerical tie, a sampled or foreign text) the draft before it still counts, but no run goes on across it: the tokens
+    that follow are no longer the ones that were drafted.
+    """
+    P = len(states.last_index_P)
+    documents = int(states.document_BT.max()) + 1
+    counted_KP = supervised(states, depth)
+    device = counted_KP.device
+    # Label of (anchor p, depth k): the law of label row p + k; past the end nothing is counted.
+    label_KP = (torch.arange(depth, device=device)[:, None] + torch.arange(P, device=device)).clamp_max(max(P - 1, 0))
+    top_P = head.inverse_V[states.top_P]  # -1 outside the draft vocabulary
+    greedy_P = states.top_P == states.input_ids_BT.flatten()[states.last_index_P + 1]
+
+    choice_KP = torch.stack([_choices(head, out_PD) for out_PD in head.unroll(states, depth)])
+    hit_KP = counted_KP & (choice_KP == top_P[label_KP])
+    goes_on_KP = (hit_KP & greedy_P[label_KP]).cumprod(0).bool()
+    tested_KP = torch.cat([counted_KP[:1], counted_KP[1:] & goes_on_KP[:-1]])
+    true_KP = counted_KP & hit_KP[0][label_KP]  # the first draft of the anchor k rows later
+
+    of_P = states.document_BT.flatten()[states.last_index_P]
+
+    def by_document(what_KP: Tensor) -> np.ndarray:
+        counts_NK = torch.zeros(documents, depth, dtype=torch.int64, device=device)
+        return counts_NK.index_add_(0, of_P, what_KP.T.long()).cpu().numpy()
+
+    return Exposure(
+        counted=by_document(counted_KP),
+        forced=by_document(true_KP),
+        given=by_document(hit_KP),
+        tested=by_document(tested_KP),
+        own=by_document(tested_KP & hit_KP),
+        true=by_document(tested_KP & true_KP),
+    )
+
+
+def _choices(head: nn.Module, out_PD: Tensor) -> Tensor:
+    """Draft id of the best logit of each row, [P]."""
+    rows = max(1, LOGITS // head.config.draft_vocab_size)
+    return torch.cat([head.logits(part).argmax(-1) for part in out_PD.split(rows)])
+
+
+# --- intervals over documents ---------------------------------------------------------------------------------
+
+
+def draws(documents: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """How often each document is in each resample with replacement, [S, N]: one for all that is to be paired."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(documents, np.full(documents, 1 / documents), size=resamples)
+
+
+def shares(hits_NK: np.ndarray, trials_NK: np.ndarray, draws_SN: np.ndarray | None = None) -> np.ndarray:
+    """Pooled hits / trials of all documents, [1, K], or of each resample, [S, K]; nan without trials."""
+    if draws_SN is None:
+        draws_SN = np.ones((1, len(hits_NK)), dtype=np.int64)
+    hits_SK, trials_SK = draws_SN @ hits_NK, draws_SN @ trials_NK
+    return np.where(trials_SK > 0, hits_SK / np.maximum(trials_SK, 1), np.nan)
+
+
+def intervals(samples_SK: np.ndarray) -> list[list[float] | None]:
+    """95 % interval of each column over the resamples that have a value; None where fewer than half have one."""
+    found = []
+    for column in samples_SK.T:
+        kept = column[~np.isnan(column)]
+        enough = 2 * len(kept) >= len(column)
+        found.append([float(x) for x in np.percentile(kept, [2.5, 97.5])] if enough else None)
+    return found

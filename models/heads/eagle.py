@@ -1,0 +1,244 @@
+"""What EAGLE-1 and EAGLE-3 share: one decoder layer over a token and a hidden state, unrolled or served from a cache.
+
+A head of this kind pairs the hidden state of row t with token x_{t+1} and drafts x_{t+2}; to draft further it reads its
+own output in place of the verifier's state. Subclasses say how the two meet (`token_part`, `project`), what the
+verifier's states become (`fuse`) and what the LM head reads (`final`, `lm_weight`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from models.heads.cache import HeadCache
+from models.heads.config import LayerConfig
+from models.layers import GatedMLP, RMSNorm, Rotary, anchor_attention, grouped_attention, rotate
+from models.states import VerifierStates
+from models.supervision import anchor_plan
+from models.vocab import DraftVocab
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(LayerConfig):
+    """survival: a small extra output that says how likely a draft and all before it are accepted (2608.30135)."""
+
+    survival: bool = False
+
+
+class Attention(nn.Module):
+    """Projections of `inputs` values to queries, keys and values; output to D."""
+
+    def __init__(self, config: LayerConfig, inputs: int, bias: bool = False) -> None:
+        super().__init__()
+        size, D = config.head_dim, config.hidden_size
+        self.q_proj = nn.Linear(inputs, config.num_attention_heads * size, bias=bias)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * size, bias=bias)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * size, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * size, D, bias=False)
+
+    @property
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+
+class Layer(nn.Module):
+    """Names and parameters of the one decoder layer; the head runs it. norms: names of the norms before attention."""
+
+    def __init__(self, config: LayerConfig, inputs: int, norms: tuple[str, ...] = (), bias: bool = False) -> None:
+        super().__init__()
+        for name in norms:
+            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.self_attn = Attention(config, inputs, bias)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Residual [.., D] and attended heads [.., H, F] -> output of the layer [.., D]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@dataclass(frozen=True)
+class Projected:
+    """residual [.., D] of a row, its queries [.., H, F], keys and values [.., h, F], not rotated yet."""
+
+    residual: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class EagleHead(nn.Module, ABC):
+    """embedding_VD: the verifier's; shared, not copied, never in the state dict and never given a gradient.
+
+    vocab: the draft vocabulary; only its map to draft ids is held here, outside the state dict.
+    Raises UserError when sizes don't agree with the config.
+    """
+
+    softcap: float | None = None  # of the logits
+
+    def __init__(self, config: EagleConfig, embedding_VD: Tensor, vocab: DraftVocab) -> None:
+        super().__init__()
+        if tuple(embedding_VD.shape) != (config.vocab_size, config.hidden_size):
+            raise UserError(
+                f"expected an embedding of shape {(config.vocab_size, config.hidden_size)}, "
+                f"found {tuple(embedding_VD.shape)}: is the head for another verifier?"
+            )
+        check_vocab(config, vocab)
+        self.config, self.vocab = config, vocab
+        self.register_buffer("embedding_VD", embedding_VD.detach(), persistent=False)
+        self.register_buffer("inverse_V", vocab.inverse_V, persistent=False)
+        self.rotary = Rotary(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        self.survival = nn.Linear(config.hidden_size, 1) if config.survival else None
+
+    # --- what a kind of head says ---------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def layer(self) -> Layer:
+        """The one decoder layer."""
+
+    @property
+    @abstractmethod
+    def lm_weight(self) -> Tensor:
+        """The LM head's weight [R, D]."""
+
+    @abstractmethod
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Captured states [.., A, D] -> the hidden state of a row with a true one [.., D]."""
+
+    @abstractmethod
+    def token_part(self, tokens: Tensor) -> Tensor:
+        """What a row takes of its token ids [..], before it meets the hidden state: [.., E]."""
+
+    @abstractmethod
+    def project(self, token_part: Tensor, hidden: Tensor) -> Projected:
+        """The layer's inputs of rows with these token parts [.., E] and hidden states [.., D]."""
+
+    @abstractmethod
+    def final(self, out: Tensor) -> Tensor:
+        """Layer output [.., D] -> what the LM head reads."""
+
+    def feedback(self, out: Tensor) -> Tensor:
+        """What the next draft step takes as hidden."""
+        return out
+
+    def logits(self, out: Tensor) -> Tensor:
+        """Layer output [.., D] -> draft logits [.., R]."""
+        logits = F.linear(self.final(out), self.lm_weight)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def unroll(self, states: VerifierStates, steps: int, tokens_KP: Tensor | None = None) -> Iterator[Tensor]:
+        """Training-time test (2503.01840): yields out_PD of draft steps 0..steps-1 at the anchors.
+
+        Step 0 needs keys and values of every row, everything else only at the anchors. Anchor t at step k reads token
+        x_{t+1+k} (tokens_KP: another one from step 1 on), position t + k, its own step k-1 output. Rows past the end
+        of an answer are computed on junk and must be left out by `supervised`.
+        """
+        plan = anchor_plan(states, next(self.parameters()).dtype)
+        following_N = F.pad(states.input_ids_BT[:, 1:], (0, 1)).flatten()
+        token_NE = self.token_part(following_N)
+        row = self.project(token_NE, self.fuse(states.aux_BTAD.flatten(0, 1)))
+        k_NhF = rotate(row.k, *self.rotary(states.position_BT.flatten(), row.k.dtype))
+        runs = zip(k_NhF.split(plan.lengths), row.v.split(plan.lengths), strict=True)
+        keys = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in runs]
+
+        own_k, own_v = [], []
+        residual_PD, q_PHF = row.residual[plan.anchor_P], row.q[plan.anchor_P]
+        out_PD = None
+        for k in range(steps):
+            angles = self.rotary(plan.position_P + k, q_PHF.dtype)
+            if k:
+                row_P = (plan.anchor_P + k).clamp_max(len(following_N) - 1)
+                token_PE = token_NE[row_P] if tokens_KP is None else self.token_part(tokens_KP[k])
+                row = self.project(token_PE, self.feedback(out_PD))
+                own_k.append(rotate(row.k, *angles))
+                own_v.append(row.v)
+                residual_PD, q_PHF = row.residual, row.q
+            attended = anchor_attention(rotate(q_PHF, *angles), keys, own_k, own_v, plan.anchors, plan.masks)
+            out_PD = self.layer.finish(residual_PD, attended)
+            yield out_PD
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    # --- serving ----------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, capacity: int) -> HeadCache:
+        """Room for `capacity` rows of `batch` sequences, on the head's device and in its dtype."""
+        like, shape = self.layer.mlp.up_proj.weight, (batch, self.config.num_key_value_heads, capacity)
+        return HeadCache(like.new_zeros(*shape, self.config.head_dim), like.new_zeros(*shape, self.config.head_dim))
+
+    def step(self, tokens_BT: Tensor, hidden_BTD: Tensor, start: int, cache: HeadCache) -> Tensor:
+        """Append T rows, causally, at positions start.. (= rows already in the cache); returns out_BTD.
+
+        Row i of a sequence takes token x_{i+1} and `fuse` of the verifier's states at i, or, for a drafted row, the
+        last draft and `feedback` of the row before.
+        """
+        assert start == cache.length, f"rows start at {start}, but the cache holds {cache.length}"
+        T = tokens_BT.shape[1]
+        row = self.project(self.token_part(tokens_BT), hidden_BTD)
+        angles = self.rotary(torch.arange(start, start + T, device=tokens_BT.device), row.q.dtype)
+        k, v = cache.append(rotate(row.k, *angles), row.v)
+        causal = None
+        if T > 1:
+            causal = torch.ones(T, start + T, dtype=torch.bool, device=k.device).tril(start)
+        return self.layer.finish(row.residual, grouped_attention(rotate(row.q, *angles), k, v, causal))
+
+
+def init_weights(module: nn.Module) -> None:
+    """Normal weights of the usual width for every linear layer, zero biases, and a survival output of one half."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+    if getattr(module, "survival", None) is not None:
+        nn.init.zeros_(module.survival.weight)
+
+
+def check_vocab(config, vocab: DraftVocab) -> None:
+    """UserError when the map is not of the config's sizes."""
+    if (len(vocab), vocab.vocab_size) != (config.draft_vocab_size, config.vocab_size):
+        raise UserError(
+            f"expected a draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} ids, "
+            f"found {len(vocab)} of {vocab.vocab_size}"
+        )
+
+
+@torch.no_grad()
+def copy_layer(layer: Layer, layer_state: dict[str, Tensor], extra: dict[str, Tensor] | None = None) -> None:
+    """The verifier's decoder layer into `layer`; q/k/v that are wider than D take it on their last D columns.
+
+    The other columns become zero. `extra`: further parameters of the head by the verifier's name. A start only: biases
+    are dropped, and norms taken as a plain RMSNorm holds them, which is how the verifier's adapter gives them.
+    Raises UserError when the verifier's layer has other names or shapes, before anything is written.
+    """
+    own = {name: tensor for name, tensor in layer.state_dict().items() if not name.endswith("bias")}
+    wide = {f"self_attn.{x}_proj.weight" for x in "qkv"}
+    D = layer.self_attn.o_proj.weight.shape[0]
+    targets = {name: own[name][:, -D:] if name in wide else own[name] for name in own if _copied(name)}
+    targets |= extra or {}
+    for name, target in targets.items():
+        found = tuple(layer_state[name].shape) if name in layer_state else None
+        if found != tuple(target.shape):
+            raise UserError(
+                f"cannot start from this verifier's layer: {name} should be {tuple(target.shape)}, "
+                f"found {found or 'none'}; use head.start=random"
+            )
+    for name in wide:
+        own[name].zero_()
+    for name, target in targets.items():
+        target.copy_(layer_state[name])
+
+
+def _copied(name: str) -> bool:
+    return name.startswith(("self_attn.", "mlp.", "post_attention_layernorm."))
