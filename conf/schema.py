@@ -132,6 +132,17 @@ class EvaluationConf:
 
 
 @dataclass
+class StudyConf:
+    """Several arms trained on the same data and compared (experiment=ttt_study); without arms, an ordinary run."""
+
+    # name -> settings of head, objective and optim that set it apart. A further one adds to an experiment's:
+    # study.arms={own:["head.ttt_steps=7","objective.tokens=own"]}
+    arms: dict[str, list[str]] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: [0])  # each arm is trained once with each; the data is the same
+    equal: str = "steps"  # what a clock gives every arm as much of: "steps" | "minutes"
+
+
+@dataclass
 class LoggerConf:
     wandb: bool = True  # offline unless WANDB_MODE says otherwise; metrics.csv is always written
     project: str = "eyrie"
@@ -165,6 +176,7 @@ class TrainConf(RunConf):
     trainer: TrainerConf = field(default_factory=TrainerConf)
     decode: DecodeConf = field(default_factory=DecodeConf)
     evaluation: EvaluationConf = field(default_factory=EvaluationConf)
+    study: StudyConf = field(default_factory=StudyConf)
     logger: LoggerConf = field(default_factory=LoggerConf)
 
 
@@ -181,7 +193,8 @@ class DataCommandConf(TrainConf):
 class EvalCommandConf(RunConf):
     """python -m eval"""
 
-    run: str | None = None  # a run folder, or a head folder
+    run: str | None = None  # a run folder, a head folder, or a published EAGLE-1 or EAGLE-3 checkpoint
+    draft: str | None = None  # instead of a run: any smaller model of the verifier's tokenizer
     # null: as in the run's config.yaml; without one, the verifier that the head names
     verifier_source: str | None = None
     verifier_device: str | None = None

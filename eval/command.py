@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -18,15 +20,16 @@ from eval.alpha import AlphaReport, evaluate
 from eval.measure import EvalSettings
 from eval.prompts import Prompt, load_prompts
 from eval.report import write_plots, write_report
-from eval.speculative.drafter import drafter_for
+from eval.speculative.drafter import Drafter, ModelDrafter, drafter_for
 from eval.speculative.processors import Sampling
 from eval.tables import alpha_tables
-from models.export.native import WEIGHTS, StoredHead, head_folder, load_head, read_head
+from models.draft_model import DraftModel
+from models.export.folder import WEIGHTS as PUBLISHED_WEIGHTS
+from models.export.native import WEIGHTS, StoredHead, attach, head_folder, load_head, read_head
+from models.export.warm import chance_warning, is_published, layers_wanted, read_any
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
-# A head that learnt anything passes far more first drafts than this; one that reads the wrong states doesn't.
-CHANCE, ENOUGH = 0.02, 100
 
 
 def evaluate_run(cfg) -> Outcome:
@@ -34,15 +37,13 @@ def evaluate_run(cfg) -> Outcome:
 
     Raises UserError for an absent head, another verifier than the head's, or prompts that can't be read.
     """
-    if cfg.run is None:
-        raise UserError("give the run to evaluate: python -m eval run=outputs/NAME/TIME")
-    run = Path(cfg.run)
+    if (cfg.run is None) == (cfg.draft is None):
+        raise UserError("give the run to evaluate: python -m eval run=outputs/NAME/TIME (or draft=MODEL, without one)")
+    run = Path(cfg.run or cfg.draft)
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)
-    given = {name: getattr(cfg, f"verifier_{name}") for name in ("source", "device", "revision", "trust_remote_code")}
-    verifier = load_verifier(run, read_head(run), cfg.decode.dtype, given)
-    head = load_head(run, verifier, verifier.dtype)
-    report = measure_head(verifier, head, settings, load_prompts(verifier, cfg.prompts, cfg.limit), run)
-    folder = Path(cfg.out) if cfg.out else fresh_folder(run)
+    verifier, candidate = load_candidate(cfg, run)
+    report = measure(verifier, candidate, settings, load_prompts(verifier, cfg.prompts, cfg.limit))
+    folder = Path(cfg.out) if cfg.out else fresh_folder(run if cfg.run else Path("outputs") / "draft")
     alpha = report.write(folder / "alpha.json")
     page = None
     if cfg.report:
@@ -53,6 +54,42 @@ def evaluate_run(cfg) -> Outcome:
     if report.skipped:
         log.info("skipped %d prompts that leave no room for an answer: %s", len(report.skipped), report.skipped[:5])
     return Outcome(page or alpha, report.to_dict() | {"alpha_json": str(alpha)})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is measured: a head (None for a model that was not trained here), its drafter, and how a report names it."""
+
+    head: torch.nn.Module | None
+    drafter: Callable[[Sampling], Drafter]
+    name: str
+    hash: str
+
+
+def load_candidate(cfg, run: Path) -> tuple[Verifier, Candidate]:
+    """The verifier and what drafts for it: a run's head, a published one, or with `draft` any smaller model."""
+    given = {name: getattr(cfg, f"verifier_{name}") for name in ("source", "device", "revision", "trust_remote_code")}
+    if cfg.run and not is_published(run):
+        verifier = load_verifier(run, read_head(run), cfg.decode.dtype, given)
+        return verifier, candidate_of(load_head(run, verifier, verifier.dtype), run)
+    if given["source"] is None:
+        raise UserError(f"{run} does not say which verifier it drafts for: give verifier_source=MODEL")
+    options = {name: value for name, value in given.items() if value is not None}
+    if cfg.draft:
+        verifier = Verifier.load(dtype=cfg.decode.dtype, aux_layers=[], **options)
+        model = Verifier.load(cfg.draft, dtype=cfg.decode.dtype, device=str(verifier.device), aux_layers=[])
+        draft = DraftModel(model, verifier)
+        drafter = functools.partial(ModelDrafter, draft, device=verifier.device)
+        return verifier, Candidate(None, lambda sampling: drafter(sampling=sampling), cfg.draft, model.weights_hash)
+    verifier = Verifier.load(dtype=cfg.decode.dtype, aux_layers=layers_wanted(run), **options)
+    head = attach(read_any(run, verifier), verifier, verifier.dtype)
+    return verifier, candidate_of(head, run, run / PUBLISHED_WEIGHTS)
+
+
+def candidate_of(head: torch.nn.Module, run: Path, weights: Path | None = None) -> Candidate:
+    """A head as it was saved in `run`; weights: its file, the native one when not given."""
+    digest = hashlib.sha256((weights or head_folder(run) / WEIGHTS).read_bytes()).hexdigest()
+    return Candidate(head, functools.partial(drafter_for, head), shown(run), digest)
 
 
 def load_verifier(run: Path, stored: StoredHead, dtype: str, given: dict | None = None) -> Verifier:
@@ -68,7 +105,7 @@ def load_verifier(run: Path, stored: StoredHead, dtype: str, given: dict | None 
     given = {name: value for name, value in (given or {}).items() if value is not None}
     if given.get("source", values["source"]) != values["source"]:
         values |= {"revision": None, "trust_remote_code": False}
-    return Verifier.load(dtype=dtype, aux_layers=stored.config.aux_layers, **(values | given))
+    return Verifier.load(dtype=dtype, aux_layers=list(stored.config.aux_layers), **(values | given))
 
 
 def settings_of(decode, seed: int, threads: int | None = None, temperature: float | None = None) -> EvalSettings:
@@ -83,40 +120,29 @@ def settings_of(decode, seed: int, threads: int | None = None, temperature: floa
     )
 
 
-def measure_head(
-    verifier,
-    head: torch.nn.Module,
-    settings: EvalSettings,
-    prompts: Sequence[Prompt],
-    run: Path,
-    progress: bool = True,
+def measure(
+    verifier, candidate: Candidate, settings: EvalSettings, prompts: Sequence[Prompt], progress: bool = True
 ) -> AlphaReport:
-    """Measures a head; `run` holds it as it was saved, and gives it its name and hash in the report."""
+    """Acceptance, tau and speed of a candidate on these prompts."""
     report = evaluate(
         verifier,
-        lambda: drafter_for(head, settings.sampling),
+        lambda: candidate.drafter(settings.sampling),
         prompts,
         settings,
         progress,
-        head=shown(run),
-        head_hash=hashlib.sha256((head_folder(run) / WEIGHTS).read_bytes()).hexdigest(),
+        head=candidate.name,
+        head_hash=candidate.hash,
     )
-    warn_at_chance(report, verifier, head)
+    if candidate.head is not None:
+        warn_at_chance(report, verifier, candidate.head)
     return report
 
 
 def warn_at_chance(report: AlphaReport, verifier, head) -> None:
     """One line when hardly a first draft passed: then the head reads other states than it was trained on."""
-    if not report.tested_by_depth or report.tested_by_depth[0] < ENOUGH:
-        return
-    share = report.accepted_by_depth[0] / report.tested_by_depth[0]
-    if share < CHANCE:
-        log.warning(
-            "only %.1f %% of %d first drafts were accepted, no better than chance: check that the head was trained "
-            "with layers %s, with the vocabulary map %s (%d of %d tokens) and for the verifier %s",
-            100 * share, report.tested_by_depth[0], list(verifier.aux_layers), head.vocab.hash[:12], len(head.vocab),
-            verifier.vocab_size, verifier.name,
-        )  # fmt: skip
+    tested = report.tested_by_depth[0] if report.tested_by_depth else 0
+    if tested and (line := chance_warning(report.accepted_by_depth[0] / tested, tested, head, verifier)):
+        log.warning(line)
 
 
 def shown(run: Path) -> str:

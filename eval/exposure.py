@@ -1,9 +1,9 @@
 """Exposure bias of an EAGLE head: the same drafts made from its own features and from the verifier's true ones.
 
-Counted on the verifier's own greedy text, where the next token is the verifier's argmax: a draft that hits is the text's
-next token, so an unroll over the given tokens is a free run for as long as every draft before hits. At depth k of such
-an anchor the head has read k of its own features; the anchor k rows later reads the same tokens with the true ones, and
-its first draft has the same label. The difference between the two is exposure bias and nothing else.
+Counted on the verifier's own greedy text, where the next token is the verifier's argmax: a draft that hits is the
+text's next token, so an unroll over the given tokens is a free run for as long as every draft before hits. At depth k
+of such an anchor the head has read k of its own features; the anchor k rows later reads the same tokens with the true
+ones, and its first draft has the same label. The difference between the two is exposure bias and nothing else.
 """
 
 from __future__ import annotations

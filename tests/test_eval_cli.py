@@ -98,7 +98,7 @@ def test_the_verifier_is_loaded_as_the_run_says_unless_told_otherwise(run, tmp_p
     load_verifier(copy, read_head(copy), "float32")
     assert seen == {
         "source": f"{run}/verifier", "device": "auto", "revision": None, "trust_remote_code": False,
-        "dtype": "float32", "aux_layers": read_head(copy).config.aux_layers,
+        "dtype": "float32", "aux_layers": list(read_head(copy).config.aux_layers),
     }  # fmt: skip
     (copy / "config.yaml").write_text(
         "verifier: {source: org/model, device: cpu, revision: abc, trust_remote_code: true, dtype: auto}\n"

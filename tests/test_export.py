@@ -158,7 +158,7 @@ def test_a_shipped_embedding_must_be_the_verifiers(verifier, tmp_path, caplog):
     for dtype in (torch.float32, torch.bfloat16):
         safeai.write(stored, tmp_path, dtype, own)
         safeai.read(tmp_path, embedding_VD=own)
-    with caplog.at_level("INFO", logger="models.export.safeai"):
+    with caplog.at_level("INFO", logger="models.export.folder"):
         safeai.read(tmp_path)
     assert "was not compared" in caplog.text
     safeai.write(stored, tmp_path, embedding_VD=own + 1e-3 * (torch.arange(300) == 299)[:, None])

@@ -120,7 +120,7 @@ def test_plan_only(words, monkeypatch, capsys, tmp_path):
         ("trainer.accelerator=gpu", "found none"),
         ("head.ttt_steps=0", "head.ttt_steps must be 1 or more"),
         ("optim.name=sgd", "adamw or muon"),
-        ("head.start=zero", "verifier or random"),
+        ("head.start=zero", "verifier, random, or a folder"),
         ("data.supervised=everything", "answers or dialogue"),
         ("head={start_lm_head:random,train_lm_head:false}", "a random LM head must be trained"),
     ],

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from conf.cli import Outcome
 from conf.schema import TrainConf
+from eval import command
 from eval.alpha import AlphaReport
-from eval.command import measure_head, settings_of
+from eval.command import candidate_of, settings_of
 from eval.prompts import load_prompts
 from eval.report import write_plots, write_report
 from eval.tables import alpha_tables, number
@@ -69,7 +70,7 @@ def measure(cfg: TrainConf, folder: Path, verifier: Verifier) -> AlphaReport:
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
     head = load_head(folder, verifier, verifier.dtype)
     prompts = load_prompts(verifier, cfg.evaluation.prompts, cfg.evaluation.limit)
-    return measure_head(verifier, head, settings, prompts, folder, cfg.trainer.progress)
+    return command.measure(verifier, candidate_of(head, folder), settings, prompts, cfg.trainer.progress)
 
 
 def closing_table(cfg: TrainConf, report: AlphaReport, record: dict, ledger: Ledger, paths: dict[str, Path]) -> Table:

@@ -9,11 +9,9 @@ import torch
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.schema import ExportCommandConf
-from models.export import safeai
+from models.export.formats import names, write_export
 from models.export.native import head_folder, read_head
 from models.loading import FILE_DTYPES
-
-FORMATS = {"safeai": safeai.write, "vllm": safeai.write, "sglang": safeai.write}
 
 
 @main("export")
@@ -21,14 +19,14 @@ def export(cfg: ExportCommandConf) -> Outcome:
     """Writes the head of a run in a foreign layout; default place: `export-FORMAT/` beside the head."""
     if cfg.run is None:
         raise UserError("give the run to export: python -m models.export run=outputs/NAME/TIME format=vllm out=DIR")
-    if cfg.format not in FORMATS:
-        raise UserError(f"no format '{cfg.format}'; there are: {', '.join(FORMATS)}")
+    if cfg.format not in names():
+        raise UserError(f"no format '{cfg.format}'; there are: {', '.join(names())}")
     if cfg.dtype not in FILE_DTYPES:
         raise UserError(f"no dtype '{cfg.dtype}'; there are: {', '.join(FILE_DTYPES)}")
     stored = read_head(cfg.run)
     embedding_VD = _embedding(stored.verifier) if cfg.embedding else None
     out = Path(cfg.out) if cfg.out else head_folder(cfg.run).parent / f"export-{cfg.format}"
-    FORMATS[cfg.format](stored, out, FILE_DTYPES[cfg.dtype], embedding_VD)
+    write_export(stored, out, cfg.format, FILE_DTYPES[cfg.dtype], embedding_VD)
     return Outcome(out, {"format": cfg.format, "dtype": cfg.dtype, "verifier": stored.verifier.name})
 
 

@@ -49,6 +49,8 @@ class IndependentConfig(LayerConfig):
             **{name: getattr(self, name) for name in names},
             num_hidden_layers=self.layers,
             vocab_size=1,
+            bos_token_id=None,
+            eos_token_id=None,
             attn_implementation=attention.NAME,
         )
 

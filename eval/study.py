@@ -1,0 +1,336 @@
+"""What a study of several arms shows: study.json, the table, the picture and the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from html import escape
+from operator import add
+from pathlib import Path
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+from rich.console import Group
+from rich.table import Table
+from torch import nn
+
+from conf.errors import UserError
+from data.documents import Document
+from eval import report
+from eval.counts import Counts
+from eval.exposure import RESAMPLES, Exposure, draws, intervals, measure_exposure, shares
+from eval.measure import EvalSettings, run_prompts
+from eval.plots import COLOURS, LINE, _figure, _save, read_metrics
+from eval.prompts import Prompt
+from eval.speculative.drafter import drafter_for
+from eval.tables import number, span
+
+log = logging.getLogger(__name__)
+
+EXPLANATION = (
+    "A head that was trained on the verifier's true features alone meets its own output for the first time when it "
+    "serves, from the second draft on, and its errors then feed further errors: this exposure bias makes acceptance fall "
+    "with depth while accuracy under teacher forcing stays high. Training-time test unrolls the head on its own features "
+    "in training, as scheduled sampling (Bengio et al. 2015) put a sequence model's own outputs in the place of the true "
+    "ones in training, so that it learns on the inputs that it will have."
+)
+DEFINITIONS = {
+    "depth": "n: how many of its own features the head has read when it drafts; 0 is the first draft of a verify call "
+    "(depth 1 in alpha.json), so depth n is n-alpha as the EAGLE papers count it.",
+    "n_alpha": "P(the draft at depth n is accepted | all before it were) in the greedy speculative loop, pooled over "
+    "prompts and seeds.",
+    "own_accuracy": "at every anchor of the verifier's greedy answers, not only where a verify call began: share of drafts "
+    "at depth n that are the verifier's argmax, where all before them were, with the head's own features (free-running).",
+    "true_accuracy": "the same drafts (same anchors, same tokens) with the verifier's true features in place of the "
+    "head's own.",
+    "gap": "true_accuracy - own_accuracy, paired: exposure bias.",
+    "teacher_forced": "accuracy with true features over all (anchor, depth), accepted before or not. Contexts in which "
+    "drafts were accepted are easier, so it is not to be compared with n_alpha.",
+    "own_given_tokens": "accuracy with own features and the answer's tokens over all (anchor, depth): what training logs.",
+    "training_accuracy": "the same on training text: mean over the last tenth of what metrics.csv holds, by TTT step.",
+    "tau": "1 + accepted / verify calls of the loop at this depth.",
+    "intervals": f"95 %: {RESAMPLES} resamples of whole prompts, the same ones for every arm, so that differences are "
+    "paired. They hold for these heads: another seed's training is not among what varies.",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """One trained head of a study, measured.
+
+    loop: counts of the speculative loop, and exposure: of the same prompts' greedy answers, prompt by prompt.
+    trained: notes of its training.  training_accuracy: by TTT step (`last_accuracy`).
+    """
+
+    arm: str
+    seed: int
+    loop: Sequence[Counts]
+    exposure: Exposure
+    trained: dict
+    training_accuracy: Sequence[float]
+
+
+def measure_heads(
+    verifier, heads: Mapping[str, nn.Module], prompts: Sequence[Prompt], settings: EvalSettings, progress: bool = True
+) -> dict[str, tuple[list[Counts], Exposure]]:
+    """Of each head: counts of the greedy loop, and exposure on the answers that the loop gave, prompt by prompt.
+
+    The answers are the verifier's own, whichever head drafted. Prompts that leave no room for one are left out, with a
+    warning; UserError when none is left.
+    """
+    assert settings.sampling.greedy and not settings.baseline
+    room = verifier.head_geometry["max_position_embeddings"] - settings.max_new_tokens - 2 * (settings.depth + 1)
+    fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
+    if not fitting:
+        raise UserError(f"expected prompts of at most {room} tokens, found none: lower decode.max_new_tokens")
+    if len(fitting) < len(prompts):
+        log.warning(f"{len(prompts) - len(fitting)} prompts of more than {room} tokens are left out")
+    loops, documents = {}, []
+    for name, head in heads.items():
+        log.info(f"{name}: {len(fitting)} prompts, a chain of {settings.depth}")
+        runs = run_prompts(verifier, drafter_for(head, settings.sampling), fitting, settings, progress)
+        loops[name] = [run.counts for run in runs]
+        documents = [answer(run.prompt, run.speculative.tokens) for run in runs]
+    exposures = measure_exposure(verifier, heads, documents, settings.depth)
+    return {name: (loops[name], exposures[name]) for name in heads}
+
+
+def answer(prompt: Prompt, tokens: Sequence[int]) -> Document:
+    """A prompt with its answer as the one span."""
+    start, end = len(prompt.input_ids), len(prompt.input_ids) + len(tokens)
+    return Document(prompt.id, [*prompt.input_ids, *tokens], [(start, end)])
+
+
+def last_accuracy(metrics: Path) -> list[float]:
+    """Training accuracy by TTT step, the mean over the last tenth of the points in a metrics.csv."""
+    logged, found = read_metrics(metrics), []
+    while points := logged.get(f"train/accuracy_{len(found)}"):
+        last = [value for _, value in points[-max(1, len(points) // 10) :]]
+        found.append(sum(last) / len(last))
+    return found
+
+
+@dataclass(frozen=True)
+class _Pooled:
+    """An arm's counts of each prompt, [N, K] and [N, 1], summed over its seeds."""
+
+    accepted_NK: np.ndarray
+    tested_NK: np.ndarray
+    passed_N1: np.ndarray
+    calls_N1: np.ndarray
+    exposure: Exposure
+
+    @classmethod
+    def of(cls, runs: Sequence[ArmRun], depth: int) -> _Pooled:
+        def by_depth(name: str) -> np.ndarray:
+            return sum(
+                np.array([(getattr(c, name) + [0] * depth)[:depth] for c in run.loop], dtype=np.int64) for run in runs
+            )
+
+        def plain(name: str) -> np.ndarray:
+            return sum(np.array([[getattr(c, name)] for c in run.loop], dtype=np.int64) for run in runs)
+
+        exposure = reduce(add, (run.exposure for run in runs))
+        loop = by_depth("accepted_by_depth"), by_depth("tested_by_depth"), plain("accepted"), plain("verify_calls")
+        return cls(*loop, exposure)
+
+    def samples(self, draws_SN: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Every measured quantity, [1, K], or of each resample, [S, K]; tau has one column."""
+        seen = self.exposure
+        values = {
+            "n_alpha": shares(self.accepted_NK, self.tested_NK, draws_SN),
+            "true_accuracy": shares(seen.true, seen.tested, draws_SN),
+            "own_accuracy": shares(seen.own, seen.tested, draws_SN),
+            "gap": shares(seen.true - seen.own, seen.tested, draws_SN),
+            "teacher_forced": shares(seen.forced, seen.counted, draws_SN),
+            "own_given_tokens": shares(seen.given, seen.counted, draws_SN),
+        }
+        return values | {"tau": 1 + shares(self.passed_N1, self.calls_N1, draws_SN)}
+
+
+def study_record(
+    overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun], prompts: int, depth: int, provenance: dict
+) -> dict:
+    """study.json. overrides: of each arm, the first one the reference; prompts: how many each run was measured on."""
+    draws_SN = draws(prompts) if prompts > 1 else None
+    arms, values, samples = {}, {}, {}
+    for name, words in overrides.items():
+        own = [run for run in runs if run.arm == name]
+        pooled = _Pooled.of(own, depth)
+        values[name] = pooled.samples()
+        samples[name] = None if draws_SN is None else pooled.samples(draws_SN)
+        arms[name] = {
+            "overrides": list(words),
+            "seeds": [run.seed for run in own],
+            "steps": [run.trained["steps"] for run in own],
+            "training_seconds": [run.trained["seconds"] for run in own],
+            **_described(values[name], samples[name]),
+            "n_alpha_by_seed": [_plain(_Pooled.of([run], depth).samples()["n_alpha"]) for run in own],
+            "training_accuracy": np.mean([run.training_accuracy for run in own], axis=0).tolist(),
+            "tested": pooled.exposure.tested.sum(0).tolist(),
+            "loop_tested": pooled.tested_NK.sum(0).tolist(),
+        }
+    first, *others = overrides
+    differences = {
+        f"{name} - {first}": _described(
+            {what: values[name][what] - values[first][what] for what in ("n_alpha", "gap", "tau")},
+            None if draws_SN is None else {
+                what: samples[name][what] - samples[first][what] for what in ("n_alpha", "gap", "tau")
+            },
+        )
+        for name in others
+    }  # fmt: skip
+    return {
+        "depth": depth,
+        "prompts": prompts,
+        "arms": arms,
+        "differences": differences,
+        "explanation": EXPLANATION,
+        "definitions": DEFINITIONS,
+        "provenance": provenance,
+    }
+
+
+def _described(values: dict[str, np.ndarray], samples: dict[str, np.ndarray] | None) -> dict:
+    """Each quantity as a list by depth (tau: a number), with its interval under NAME_interval."""
+    described = {}
+    for name, value in values.items():
+        found = _plain(value)
+        spans = [None] * len(found) if samples is None else intervals(samples[name])
+        spans = [None if middle is None else both for middle, both in zip(found, spans, strict=True)]
+        if name == "tau":
+            found, spans = found[0], spans[0]
+        described |= {name: found, f"{name}_interval": spans}
+    return described
+
+
+def _plain(value_1K: np.ndarray) -> list[float | None]:
+    return [None if np.isnan(x) else float(x) for x in value_1K[0]]
+
+
+def write_record(values: dict, path: Path) -> Path:
+    """Writes study.json whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    os.replace(part, path)
+    return path
+
+
+# --- what people see ------------------------------------------------------------------------------------------
+
+Rows = tuple[str, tuple[str, ...], list[tuple[str, ...]]]  # title, head, rows
+
+
+def study_tables(values: dict) -> list[Rows]:
+    """The study's tables, one definition for the terminal, the page and Markdown."""
+    arms, depths = values["arms"], range(values["depth"])
+
+    def both(part: dict, name: str, n: int) -> str:
+        interval = span(part[f"{name}_interval"][n])
+        return number(part[name][n]) + (f" ({interval})" if interval else "")
+
+    runs = [
+        (name, " ".join(arm["overrides"]), _joined(arm["seeds"]), _joined(arm["steps"]),
+         number(arm["tau"]), span(arm["tau_interval"]))
+        for name, arm in arms.items()
+    ]  # fmt: skip
+    loop = [
+        (str(n), *(both(part, "n_alpha", n) for part in [*arms.values(), *values["differences"].values()]))
+        for n in depths
+    ]
+    same = [
+        (str(n), *(cell for arm in arms.values() for cell in (
+            str(arm["tested"][n]), number(arm["true_accuracy"][n]), number(arm["own_accuracy"][n]), both(arm, "gap", n)
+        ))) for n in depths
+    ]  # fmt: skip
+    forced = [
+        (str(n), *(cell for arm in arms.values() for cell in (
+            both(arm, "teacher_forced", n), number(arm["own_given_tokens"][n]),
+            number(arm["training_accuracy"][n] if n < len(arm["training_accuracy"]) else None),
+        ))) for n in depths
+    ]  # fmt: skip
+    return [
+        ("arms", ("arm", "settings", "seeds", "steps", "tau", "95 %"), runs),
+        ("n-alpha by depth n in the loop (95 % over prompts)", ("n", *arms, *values["differences"]), loop),
+        (
+            "the same drafts with true and with own features: the gap is exposure bias",
+            ("n", *(f"{name}: {what}" for name in arms for what in ("tested", "true", "own", "gap"))),
+            same,
+        ),
+        (
+            "over all anchors, accepted before or not: teacher-forced accuracy, and own features with given tokens",
+            ("n", *(f"{name}: {what}" for name in arms for what in ("teacher-forced", "own", "own, in training"))),
+            forced,
+        ),
+    ]
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return " ".join(f"{value:,}" for value in numbers)
+
+
+def terminal_tables(values: dict) -> Group:
+    """For a rich console."""
+    parts: list = []
+    for title, head, rows in study_tables(values):
+        table = Table(title=title)
+        for name in head:
+            table.add_column(name, justify="left" if name in ("arm", "settings") else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        parts.append(table)
+    return Group(*parts, values["explanation"])
+
+
+def markdown(values: dict) -> str:
+    """The tables and the explanation as Markdown."""
+    blocks = []
+    for title, head, rows in study_tables(values):
+        lines = [head, ["---"] * len(head), *rows]
+        blocks.append("\n".join([f"**{title}**", "", *("| " + " | ".join(line) + " |" for line in lines)]))
+    return "\n\n".join([*blocks, values["explanation"]]) + "\n"
+
+
+def plot_study(values: dict, path: Path) -> Path:
+    """n-alpha by depth beside true and own features on the same drafts, with intervals over prompts."""
+    figure, (loop, same) = _figure(2, size=(10, 4), dpi=200)
+    for colour, (name, arm) in zip(COLOURS, values["arms"].items(), strict=False):
+        _line(loop, arm, "n_alpha", colour, label=name)
+        _line(same, arm, "true_accuracy", colour, label=f"{name}, true features", ls="--", mfc="white")
+        _line(same, arm, "own_accuracy", colour, label=f"{name}, own features")
+    loop.set(xlabel="n, own features read", ylabel="n-alpha", ylim=(0, 1), title="Acceptance in the loop")
+    same.set(xlabel="n, own features read", ylabel="accuracy", ylim=(0, 1), title="The same drafts, both ways")
+    for axes in (loop, same):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
+def _line(axes, arm: dict, name: str, colour: str, **style) -> None:
+    points = [(n, value) for n, value in enumerate(arm[name]) if value is not None]
+    axes.plot(*zip(*points, strict=True), color=colour, **(LINE | style))
+    bounds = [(n, *both) for n, both in enumerate(arm[f"{name}_interval"]) if both is not None]
+    if bounds:
+        axes.fill_between(*zip(*bounds, strict=True), color=colour, alpha=0.12, lw=0)
+
+
+def write_study(values: dict, folder: Path) -> Path:
+    """study.json, study.md, study.png and the page that holds them all, study.html; returns the page."""
+    write_record(values, folder / "study.json")
+    (folder / "study.md").write_text(markdown(values))
+    picture = plot_study(values, folder / "study.png")
+    title = " and ".join(values["arms"])
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">{values["prompts"]} prompts, a chain of {values["depth"]} drafts, greedy</p>',
+        f"<p>{escape(values['explanation'])}</p>",
+        report._picture(picture),
+        *(f"<h2>{escape(name)}</h2>" + report._table(head, rows) for name, head, rows in study_tables(values)),
+        "<h2>What the numbers mean</h2>" + report._table(("", ""), values["definitions"].items(), wrap_last=True),
+        "<h2>Provenance</h2>" + report._table(("", ""), report._flat(values["provenance"]), wrap_last=True),
+    ]
+    return report._page(folder / "study.html", title, parts)

@@ -1,0 +1,170 @@
+"""What the serving layouts share: a folder with `model.safetensors` and a Llama-like `config.json`.
+
+Engines are silent about missing tensors, so everything is checked here, on writing and on reading: names, shapes and
+dtypes, exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conf.errors import UserError
+from models.export.native import StoredHead, VerifierCard, read_config, read_tensors
+from models.heads.config import LayerConfig
+
+log = logging.getLogger(__name__)
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+EMBEDDING = "embed_tokens.weight"
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_tensors(tensors: dict[str, Tensor], shapes: Shapes, optional: Shapes, place: str, dtypes: dict) -> None:
+    """UserError on an unknown or missing name, a wrong shape, or a wrong or mixed dtype.
+
+    dtypes: of the tensors that are no weights; the weights have that of `fc.weight`.
+    """
+    if missing := sorted(shapes.keys() - tensors.keys()):
+        raise UserError(f"{place}: missing tensors {', '.join(missing)}; engines would serve noise without a word")
+    if unknown := sorted(tensors.keys() - shapes.keys() - optional.keys()):
+        raise UserError(
+            f"{place}: unknown tensors {', '.join(unknown)}; expected the {len(shapes)} names of the layout"
+        )
+    weights = tensors["fc.weight"].dtype
+    if not weights.is_floating_point:
+        raise UserError(f"{place}: expected floating-point weights, found {weights}")
+    for name, tensor in tensors.items():
+        shape = (shapes | optional)[name]
+        if tuple(tensor.shape) != shape:
+            raise UserError(f"{place}: expected {name} of shape {shape}, found {tuple(tensor.shape)}")
+        if tensor.dtype != dtypes.get(name, weights):
+            raise UserError(f"{place}: expected {name} in {dtypes.get(name, weights)}, found {tensor.dtype}")
+
+
+def layer_shapes(config: LayerConfig, layer: str, inputs: int, biases: bool = False) -> Shapes:
+    """Attention and MLP of a layer whose q/k/v read `inputs` values."""
+    D, MLP, F = config.hidden_size, config.intermediate_size, config.head_dim
+    wide, narrow = config.num_attention_heads * F, config.num_key_value_heads * F
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    shapes = {
+        f"{attention}.q_proj.weight": (wide, inputs),
+        f"{attention}.k_proj.weight": (narrow, inputs),
+        f"{attention}.v_proj.weight": (narrow, inputs),
+        f"{attention}.o_proj.weight": (D, wide),
+        f"{mlp}.gate_proj.weight": (MLP, D),
+        f"{mlp}.up_proj.weight": (MLP, D),
+        f"{mlp}.down_proj.weight": (D, MLP),
+        f"{layer}.post_attention_layernorm.weight": (D,),
+    }
+    if biases:
+        shapes |= {f"{attention}.{x}_proj.bias": (size,) for x, size in zip("qkv", (wide, narrow, narrow), strict=True)}
+    return shapes
+
+
+def head_tensors(stored: StoredHead, dtype: torch.dtype, embedding_VD: Tensor | None) -> dict[str, Tensor]:
+    """The head's weights in `dtype`, with the verifier's embedding when a reader wants its own copy."""
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in stored.tensors.items()}
+    if extra := [name for name in tensors if name.startswith("survival.")]:
+        log.info("the survival output is left out of the export: no engine reads it")
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in extra}
+    if embedding_VD is not None:
+        tensors[EMBEDDING] = embedding_VD.detach().to("cpu", dtype).contiguous().clone()
+    return tensors
+
+
+def write_folder(out: Path | str, tensors: dict[str, Tensor], values: dict) -> Path:
+    """The two files; returns the folder."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    (out / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+    return out
+
+
+def llama_values(stored: StoredHead, dtype: torch.dtype) -> dict:
+    """The part of config.json that describes one Llama-like layer, and whose head it is."""
+    config, card = stored.config, stored.verifier
+    rope = dict(config.rope_parameters)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": scaling if rope.get("rope_type", "default") != "default" else None,
+        "rope_parameters": rope,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": config.hidden_act,
+        "attention_bias": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": card.bos_token_id,
+        "eos_token_id": card.eos_token_ids[0] if len(card.eos_token_ids) == 1 else list(card.eos_token_ids),
+        "eyrie": {"verifier": asdict(card), "vocab_hash": stored.vocab.hash, "training": stored.training},
+    }
+
+
+def read_folder(folder: Path | str) -> tuple[dict, dict[str, Tensor]]:
+    """(config.json, tensors); UserError when a file is absent or damaged."""
+    folder = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            pickled = name == WEIGHTS and (folder / "pytorch_model.bin").is_file()
+            how = "; its pytorch_model.bin is a pickle, which is not read: convert it to safetensors" if pickled else ""
+            raise UserError(f"expected {WEIGHTS} and {CONFIG} in {folder}, found no {name}{how}")
+    return read_config(folder / CONFIG), read_tensors(folder / WEIGHTS)
+
+
+def card_of(values: dict, verifier: VerifierCard | None, folder: Path) -> VerifierCard:
+    """The verifier that the folder's head is for: as given, else as our own notes in it say."""
+    notes = values.get("eyrie", {})
+    card = verifier or (VerifierCard.from_dict(notes["verifier"]) if "verifier" in notes else None)
+    if card is None:
+        raise UserError(f"{folder} does not name its verifier; pass the verifier it was trained for")
+    return card
+
+
+def layer_values(values: dict, folder: Path) -> dict:
+    """The fields of a LayerConfig, layers and draft vocabulary aside. UserError where one is missing."""
+    plain = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"]
+    plain += ["hidden_act", "max_position_embeddings", "vocab_size"]
+    if missing := [key for key in plain if key not in values]:
+        raise UserError(f"{folder / CONFIG}: missing {', '.join(missing)}")
+    if values.get("num_hidden_layers", 1) != 1:
+        raise UserError(f"{folder / CONFIG}: expected one layer, found {values['num_hidden_layers']}")
+    rope = values.get("rope_parameters") or {
+        "rope_type": "default",
+        **(values.get("rope_scaling") or {}),
+        "rope_theta": values.get("rope_theta", 10000.0),
+    }
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    return {key: values[key] for key in plain} | {"head_dim": head_dim, "rope_parameters": rope}
+
+
+def check_embedding(shipped_VD: Tensor, embedding_VD: Tensor | None, folder: Path) -> None:
+    """UserError when the two differ by more than the coarser one's rounding."""
+    if embedding_VD is None:
+        log.info(f"{folder} ships an embedding, which was not compared with the verifier's; the verifier's is used")
+        return
+    if shipped_VD.shape != embedding_VD.shape:
+        raise UserError(
+            f"{folder}: expected the verifier's embedding of shape {tuple(embedding_VD.shape)}, "
+            f"found {tuple(shipped_VD.shape)}: the head is for another verifier"
+        )
+    eps = max(torch.finfo(shipped_VD.dtype).eps, torch.finfo(embedding_VD.dtype).eps)
+    for ours, theirs in zip(embedding_VD.split(8192), shipped_VD.split(8192), strict=True):  # float32 copies of a part
+        if not torch.allclose(ours.detach().cpu().float(), theirs.float(), rtol=eps, atol=1e-7):
+            raise UserError(f"{folder} ships an embedding of its own, not the verifier's: such a head is not supported")

@@ -1,0 +1,106 @@
+"""A head from wherever it lies: our own run or head folder, or a published EAGLE-1 or EAGLE-3 checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from conf.errors import UserError
+from models.export import eagle1, safeai
+from models.export.folder import CONFIG, WEIGHTS
+from models.export.native import (
+    StoredHead,
+    VerifierCard,
+    check_verifier,
+    head_folder,
+    read_config,
+    read_head,
+    read_tensors,
+)
+
+log = logging.getLogger(__name__)
+
+# A head that learnt anything passes far more first drafts than this; one that reads the wrong states doesn't.
+CHANCE, ENOUGH = 0.02, 100
+
+
+def is_published(source: Path | str) -> bool:
+    """Whether `source` holds a serving layout and no head of our own."""
+    source = Path(source).expanduser()
+    try:
+        head_folder(source)
+    except UserError:
+        return (source / CONFIG).is_file() and "format" not in read_config(source / CONFIG)
+    return False
+
+
+def peek(source: Path | str) -> str:
+    """The kind of a published head, "eagle1" or "eagle3", from its tensors' names. UserError when it is neither."""
+    source = Path(source).expanduser()
+    if not (source / WEIGHTS).is_file():
+        safeai.read_folder(source)  # says what is missing
+    names = read_tensors(source / WEIGHTS).keys()
+    if any(name.startswith("midlayer.") for name in names):
+        return "eagle3"
+    if any(name.startswith("layers.0.") for name in names) and "fc.weight" in names:
+        return "eagle1"
+    raise UserError(
+        f"expected an EAGLE-3 (midlayer.*) or EAGLE-1 (fc, layers.0.*) head in {source}, found tensors "
+        f"{', '.join(sorted(names)[:4])}, ..."
+    )
+
+
+def layers_wanted(source: Path | str) -> list[int] | None:
+    """`verifier.aux_layers` for a published head: what it names, or the default of its kind."""
+    if peek(source) == "eagle1":
+        return [-1]
+    values = read_config(Path(source).expanduser() / CONFIG)
+    named = "eagle_aux_hidden_state_layer_ids"
+    return list(safeai.layers_of(values, 0)) if named in values or named in (values.get("eagle_config") or {}) else None
+
+
+def read_any(source: Path | str, verifier) -> StoredHead:
+    """The head in `source`, checked against this verifier: hashes for our own, geometry and layers for a published one.
+
+    Raises UserError naming both sides of a mismatch.
+    """
+    source = Path(source).expanduser()
+    if not is_published(source):
+        stored = read_head(source)
+        check_verifier(stored, verifier)
+        return stored
+    layout = {"eagle1": eagle1, "eagle3": safeai}[peek(source)]
+    stored = layout.read(source, VerifierCard.of(verifier), verifier.embedding_VD)
+    config, geometry = stored.config, verifier.head_geometry
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(config, name) != geometry[name]:
+            raise UserError(
+                f"{source}: the head has {name} {getattr(config, name)}, the verifier {verifier.name} has "
+                f"{geometry[name]}: is it another verifier's head?"
+            )
+    if tuple(verifier.aux_layers) != config.aux_layers:
+        raise UserError(
+            f"{source}: the head reads layers {list(config.aux_layers)}, the verifier captures "
+            f"{list(verifier.aux_layers)}: set verifier.aux_layers to the head's"
+        )
+    for name in ("rope_parameters", "max_position_embeddings", "rms_norm_eps"):
+        if getattr(config, name) != geometry[name]:
+            log.warning(f"{source}: the head has {name} {getattr(config, name)}, the verifier {geometry[name]}")
+    log.info(
+        f"{source}: {config.kind}, layers {list(config.aux_layers)}, vocabulary map {stored.vocab.hash[:12]} of "
+        f"{len(stored.vocab):,} tokens, fc_norm {getattr(config, 'fc_norm', False)}, norm_output "
+        f"{getattr(config, 'norm_output', False)}"
+    )
+    return stored
+
+
+def chance_warning(share: float, tested: int, head, verifier) -> str | None:
+    """What to say when hardly a first draft is right: then a trained head reads other states than it was trained on."""
+    if tested < ENOUGH or share >= CHANCE:
+        return None
+    layers = f"layers {list(head.config.aux_layers)} (one off is enough), " if head.config.aux_layers else ""
+    return (
+        f"only {share:.1%} of {tested} first drafts were right, no better than chance: check that the head was trained "
+        f"with {layers}the vocabulary map {head.vocab.hash[:12]} ({len(head.vocab)} of {head.vocab.vocab_size} "
+        f"tokens), the same norm switches, and for the verifier {verifier.name}"
+    )
