@@ -136,7 +136,7 @@ class StudyConf:
     """Several arms trained on the same data and compared (experiment=ttt_study); without arms, an ordinary run."""
 
     # name -> settings of head, objective and optim that set it apart. A further one adds to an experiment's:
-    # study.arms={own:["head.ttt_steps=7","objective.tokens=own"]}
+    # +study.arms={own:["head.ttt_steps=7","objective.tokens=own"]}
     arms: dict[str, list[str]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0])  # each arm is trained once with each; the data is the same
     equal: str = "steps"  # what a clock gives every arm as much of: "steps" | "minutes"
@@ -202,6 +202,7 @@ class EvalCommandConf(RunConf):
     verifier_trust_remote_code: bool | None = None
     prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
     limit: int | None = 20  # prompts per suite, evenly spaced; null: all
+    replay: bool = False  # acceptance alone, on the verifier's recorded greedy text: many heads cost one verifier run
     temperature: float | None = None  # short for decode.temperature
     plots: bool = True
     report: bool = True
@@ -215,6 +216,15 @@ class ReportCommandConf(RunConf):
 
     runs: Any = None  # one folder with an alpha.json, or a list to compare
     out: str | None = None  # the page; null: report.html in the one run's folder, or outputs/comparison-TIME/
+
+
+@dataclass
+class CompareCommandConf(RunConf):
+    """python -m eval.compare"""
+
+    runs: Any = None  # folders with an alpha.json, or such files; the first is what the others are compared with
+    names: Any = None  # one for each run; runs of the same name are pooled. null: the folders' names
+    out: str | None = None  # null: outputs/comparison-TIME
 
 
 @dataclass
@@ -258,6 +268,7 @@ COMMANDS = {
     "data": DataCommandConf,
     "eval": EvalCommandConf,
     "report": ReportCommandConf,
+    "compare": CompareCommandConf,
     "bench": BenchCommandConf,
     "theory": TheoryCommandConf,
     "export": ExportCommandConf,

@@ -20,6 +20,8 @@ from eval.measure import (
     decode_rate,
     first_difference,
     measure_times,
+    replay_prompts,
+    replay_times,
     run_prompts,
     use_threads,
 )
@@ -43,6 +45,8 @@ DEFINITIONS = {
     "speedup": "tokens_per_second / baseline_tokens_per_second, the two runs taking turns prompt by prompt.",
     "identical_to_baseline": f"every text equals plain decoding token for token, apart from numerical ties (top two "
     f"logits closer than {TIE:g}), which are listed. Greedy only.",
+    "measured": "loop: by the speculative loop. replay: the loop's rounds followed on the verifier's recorded greedy "
+    "text, which gives the same acceptance and no speed; the verifier's times are then those of one prompt.",
     "intervals": "95 %: Wilson for shares, bootstrap over prompts for tau.",
 }  # fmt: skip
 
@@ -72,6 +76,7 @@ class AlphaReport:
     identical_to_baseline: bool | None
     ties: list[dict]
     differences: list[dict]
+    measured: str
     decode: str
     depth: int
     temperature: float
@@ -130,9 +135,13 @@ def evaluate(
         )
     drafter = drafter_factory()
     with use_threads(settings.threads) as threads:
-        runs = run_prompts(verifier, drafter, fitting, settings, progress)
-        times = measure_times(verifier, runs, settings.depth) if settings.baseline else None
-        same_rule = settings.baseline and settings.sampling.greedy
+        if settings.replay:
+            runs = replay_prompts(verifier, drafter, fitting, settings, progress)
+            times = replay_times(verifier, runs, settings.depth)
+        else:
+            runs = run_prompts(verifier, drafter, fitting, settings, progress)
+            times = measure_times(verifier, runs, settings.depth) if settings.baseline else None
+        same_rule = settings.baseline and settings.sampling.greedy and not settings.replay
         found = [first_difference(verifier, run) for run in runs] if same_rule else []
     return _report(verifier, drafter, runs, settings, times, [f for f in found if f], same_rule, threads, head,
                    head_hash, [p.id for p in prompts if len(p.input_ids) > room])  # fmt: skip
@@ -141,7 +150,7 @@ def evaluate(
 def _report(verifier, drafter, runs, settings, times, found, same_rule, threads, head, head_hash, skipped):
     counts = pool(run.counts for run in runs)
     differences = [f for f in found if f["gap"] >= TIE]
-    rate = ratio(*decode_rate(run.speculative for run in runs))
+    rate = None if settings.replay else ratio(*decode_rate(run.speculative for run in runs))
     plain = ratio(*decode_rate(run.baseline for run in runs if run.baseline))
     return AlphaReport(
         **_numbers(counts),
@@ -158,6 +167,7 @@ def _report(verifier, drafter, runs, settings, times, found, same_rule, threads,
         identical_to_baseline=not differences if same_rule else None,
         ties=[f for f in found if f["gap"] < TIE],
         differences=differences,
+        measured="replay" if settings.replay else "loop",
         decode=settings.mode,
         depth=settings.depth,
         temperature=settings.sampling.temperature,

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -41,6 +41,7 @@ def evaluate_run(cfg) -> Outcome:
         raise UserError("give the run to evaluate: python -m eval run=outputs/NAME/TIME (or draft=MODEL, without one)")
     run = Path(cfg.run or cfg.draft)
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)
+    settings = replace(settings, replay=cfg.replay)
     verifier, candidate = load_candidate(cfg, run)
     report = measure(verifier, candidate, settings, load_prompts(verifier, cfg.prompts, cfg.limit))
     folder = Path(cfg.out) if cfg.out else fresh_folder(run if cfg.run else Path("outputs") / "draft")

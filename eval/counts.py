@@ -117,6 +117,22 @@ def bootstrap_tau(counts: Sequence[Counts], resamples: int = 2000, seed: int = 0
     return [float(x) for x in np.percentile(taus, [2.5, 97.5])]
 
 
+def paired_bootstrap(
+    ours: Sequence[Counts], base: Sequence[Counts], resamples: int = 2000, seed: int = 0
+) -> list[float] | None:
+    """95 % interval of tau(ours) - tau(base) on the same prompts, drawn anew together; None for fewer than two."""
+    assert len(ours) == len(base), f"{len(ours)} and {len(base)} prompts are no pairs"
+    if len(ours) < 2 or not pool(ours).verify_calls or not pool(base).verify_calls:
+        return None
+    rows = np.random.default_rng(seed).integers(len(ours), size=(resamples, len(ours)))
+    differences = np.zeros(resamples)
+    for sign, counts in ((1, ours), (-1, base)):
+        accepted = np.array([c.accepted for c in counts])[rows].sum(1)
+        calls = np.array([c.verify_calls for c in counts])[rows].sum(1)
+        differences += sign * accepted / np.maximum(calls, 1)
+    return [float(x) for x in np.percentile(differences, [2.5, 97.5])]
+
+
 def repeated_tokens(tokens: Sequence[int], n: int = 8) -> int:
     """How many tokens lie in an n-gram that occurs more than once in this text."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]

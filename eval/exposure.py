@@ -8,6 +8,7 @@ ones, and its first draft has the same label. The difference between the two is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -15,10 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from data.batches import packed_rows
 from data.documents import Document
+from data.progress import progress_bar
+from eval.counts import Counts
+from eval.measure import EvalSettings
+from eval.prompts import Prompt
+from eval.replay import Recording, record, replay, states_of
+from eval.speculative.drafter import drafter_for
 from models.states import VerifierStates
 from models.supervision import supervised
+
+log = logging.getLogger(__name__)
 
 TOKENS = 2048  # of documents whose states exist at once
 LOGITS = 2**24  # draft logits that exist at once
@@ -67,6 +77,44 @@ def measure_exposure(
         name: Exposure(*(np.concatenate([getattr(part, field) for part in of_head]) for field in names))
         for name, of_head in parts.items()
     }
+
+
+def measure_heads(
+    verifier, heads: Mapping[str, nn.Module], prompts: Sequence[Prompt], settings: EvalSettings
+) -> dict[str, tuple[list[Counts], Exposure]]:
+    """Of each head: counts of the greedy loop's rounds, and exposure on the answers, both prompt by prompt.
+
+    The answers are the verifier's own whichever head drafts, so they are recorded once and replayed (eval.replay).
+    Prompts that leave no room for one are left out, with a warning; UserError when none is left.
+    """
+    assert settings.sampling.greedy, "only greedy text can be replayed"
+    room = verifier.head_geometry["max_position_embeddings"] - settings.max_new_tokens - 2 * (settings.depth + 1)
+    fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
+    if not fitting:
+        raise UserError(f"expected prompts of at most {room} tokens, found none: lower decode.max_new_tokens")
+    if len(fitting) < len(prompts):
+        log.warning(f"{len(prompts) - len(fitting)} prompts of more than {room} tokens are left out")
+    recordings = record(verifier, fitting, settings.max_new_tokens, settings.depth)
+    drafters = {name: drafter_for(head, settings.sampling) for name, head in heads.items()}
+    loops: dict[str, list[Counts]] = {name: [] for name in heads}
+    with progress_bar() as bar:
+        task = bar.add_task("replaying", total=len(recordings), rate="prompts")
+        for recording in recordings:
+            states = states_of(verifier, recording)
+            for name, drafter in drafters.items():
+                counts = Counts()
+                for call in replay(drafter, recording, states, settings.depth, settings.seed).rounds:
+                    counts.add(call)
+                loops[name].append(counts)
+            bar.update(task, advance=1)
+    exposures = measure_exposure(verifier, heads, [answer(recording) for recording in recordings], settings.depth)
+    return {name: (loops[name], exposures[name]) for name in heads}
+
+
+def answer(recording: Recording) -> Document:
+    """A prompt with what was handed out of its recorded answer, which is the one span."""
+    prompt, text = recording.prompt.input_ids, recording.tokens[: recording.length]
+    return Document(recording.prompt.id, [*prompt, *text], [(len(prompt), len(prompt) + len(text))])
 
 
 def _portions(documents: Sequence[Document]) -> Iterator[list[Document]]:
@@ -144,10 +192,14 @@ def shares(hits_NK: np.ndarray, trials_NK: np.ndarray, draws_SN: np.ndarray | No
 
 
 def intervals(samples_SK: np.ndarray) -> list[list[float] | None]:
-    """95 % interval of each column over the resamples that have a value; None where fewer than half have one."""
+    """95 % interval of each column over the resamples.
+
+    None where one resample in a hundred has no value: then fewer than about five documents had anything to count, and
+    drawing those few anew would show a spread that is far too small.
+    """
     found = []
     for column in samples_SK.T:
         kept = column[~np.isnan(column)]
-        enough = 2 * len(kept) >= len(column)
+        enough = len(kept) > 0.99 * len(column)
         found.append([float(x) for x in np.percentile(kept, [2.5, 97.5])] if enough else None)
     return found

@@ -15,6 +15,7 @@ from conf.errors import UserError
 from data.progress import progress_bar
 from eval.counts import Counts, pool, ratio
 from eval.prompts import Prompt
+from eval.replay import record, replay, states_of
 from eval.speculative.clock import Clock
 from eval.speculative.drafter import Drafter, PromptLookup
 from eval.speculative.loop import Decoded, Round, plain_decode, speculative_decode, top_two_gap
@@ -41,10 +42,16 @@ class EvalSettings:
     seed: int = 0
     threads: int | None = None
     mode: str = "chain"
+    replay: bool = False  # on the verifier's recorded greedy text, without verify calls
 
     def __post_init__(self) -> None:
         if self.mode != "chain":
             raise UserError(f"decode must be chain, found {self.mode}")
+        if self.replay and not self.sampling.greedy:
+            raise UserError(
+                f"replay follows the verifier's greedy text, found temperature {self.sampling.temperature:g}: "
+                "leave replay out, or set temperature=0"
+            )
         if self.depth < 1:
             raise UserError(f"decode.depth must be 1 or more, found {self.depth}")
         if self.max_new_tokens < 2:
@@ -76,6 +83,41 @@ def run_prompts(
             runs.append(_run_one(verifier, drafter, prompt, settings, index))
             update(runs)
     return runs
+
+
+def replay_prompts(
+    verifier, drafter: Drafter, prompts: Sequence[Prompt], settings: EvalSettings, progress: bool
+) -> list[PromptRun]:
+    """The same rounds as `run_prompts` at temperature 0, without running the verifier's calls (eval.replay)."""
+    runs: list[PromptRun] = []
+    recordings = record(verifier, prompts, settings.max_new_tokens, settings.depth)
+    with _bar(len(prompts), progress) as update:
+        for recording in recordings:
+            decoded = replay(drafter, recording, states_of(verifier, recording), settings.depth, settings.seed)
+            ids, counts = list(recording.prompt.input_ids), Counts()
+            for call in decoded.rounds:
+                counts.add(call)
+            lookup = lookup_counts(ids, decoded.tokens, settings.depth)
+            runs.append(PromptRun(recording.prompt, decoded, None, counts, lookup))
+            update(runs)
+    return runs
+
+
+def replay_times(verifier, runs: Sequence[PromptRun], depth: int) -> Times | None:
+    """Median seconds of a round's parts: drafts as they were replayed, verify calls timed on the longest prompt."""
+    first, later = _draft_seconds(r for run in runs for r in run.speculative.rounds)
+    if not first:
+        return None
+    longest = max(runs, key=lambda run: len(run.prompt.input_ids))
+    by_width = time_verify(verifier, list(longest.prompt.input_ids), sorted({*WIDTHS, depth + 1}))
+    return Times(by_width[1], by_width, median(first), median(later) if later else median(first), 0.0)
+
+
+def _draft_seconds(rounds: Iterable[Round]) -> tuple[list[float], list[float]]:
+    """Times of first passes and of later draft steps, where there are any."""
+    rounds = list(rounds)
+    first = [r.draft_first_seconds for r in rounds if r.draft_first_seconds is not None]
+    return first, [r.draft_step_seconds for r in rounds if r.draft_step_seconds is not None]
 
 
 def estimate(warm_up: PromptRun, prompts: int, max_new_tokens: int) -> str:
@@ -145,10 +187,9 @@ def measure_times(verifier, runs: Sequence[PromptRun], depth: int) -> Times | No
     """
     rounds = [r for run in runs for r in run.speculative.rounds]
     steps = [s for run in runs if run.baseline for s in run.baseline.step_seconds]
-    first = [r.draft_first_seconds for r in rounds if r.draft_first_seconds is not None]
+    first, later = _draft_seconds(rounds)
     if not steps or not first:
         return None
-    later = [r.draft_step_seconds for r in rounds if r.draft_step_seconds is not None]
     longest = max(runs, key=lambda run: len(run.prompt.input_ids))
     by_width = time_verify(verifier, list(longest.prompt.input_ids), sorted({*WIDTHS, depth + 1}))
     full = [r.verify_seconds for r in rounds if len(r.drafted) == depth]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,41 +15,34 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 from rich.console import Group
 from rich.table import Table
-from torch import nn
 
-from conf.errors import UserError
-from data.documents import Document
 from eval import report
 from eval.counts import Counts
-from eval.exposure import RESAMPLES, Exposure, draws, intervals, measure_exposure, shares
-from eval.measure import EvalSettings, run_prompts
+from eval.exposure import RESAMPLES, Exposure, draws, intervals, shares
 from eval.plots import COLOURS, LINE, _figure, _save, read_metrics
-from eval.prompts import Prompt
-from eval.speculative.drafter import drafter_for
 from eval.tables import number, span
 
-log = logging.getLogger(__name__)
-
 EXPLANATION = (
-    "A head that was trained on the verifier's true features alone meets its own output for the first time when it "
-    "serves, from the second draft on, and its errors then feed further errors: this exposure bias makes acceptance fall "
-    "with depth while accuracy under teacher forcing stays high. Training-time test unrolls the head on its own features "
-    "in training, as scheduled sampling (Bengio et al. 2015) put a sequence model's own outputs in the place of the true "
-    "ones in training, so that it learns on the inputs that it will have."
+    "A head trained on the verifier's true features alone meets its own output for the first time when it serves, from "
+    "the second draft on, and its errors then feed further errors: this exposure bias makes acceptance fall with depth "
+    "while accuracy under teacher forcing stays high. Training-time test unrolls the head on its own features in "
+    "training, as scheduled sampling (Bengio et al. 2015) gives a sequence model its own outputs in place of the true "
+    "ones, so that it learns on the inputs that it will have."
 )
 DEFINITIONS = {
     "depth": "n: how many of its own features the head has read when it drafts; 0 is the first draft of a verify call "
     "(depth 1 in alpha.json), so depth n is n-alpha as the EAGLE papers count it.",
     "n_alpha": "P(the draft at depth n is accepted | all before it were) in the greedy speculative loop, pooled over "
     "prompts and seeds.",
-    "own_accuracy": "at every anchor of the verifier's greedy answers, not only where a verify call began: share of drafts "
-    "at depth n that are the verifier's argmax, where all before them were, with the head's own features (free-running).",
+    "own_accuracy": "at every anchor of the verifier's greedy answers, not only where a verify call began: share of "
+    "drafts at depth n that are the verifier's argmax, where all before them were, with the head's own features.",
     "true_accuracy": "the same drafts (same anchors, same tokens) with the verifier's true features in place of the "
     "head's own.",
     "gap": "true_accuracy - own_accuracy, paired: exposure bias.",
     "teacher_forced": "accuracy with true features over all (anchor, depth), accepted before or not. Contexts in which "
     "drafts were accepted are easier, so it is not to be compared with n_alpha.",
-    "own_given_tokens": "accuracy with own features and the answer's tokens over all (anchor, depth): what training logs.",
+    "own_given_tokens": "accuracy with own features and the answer's tokens over all (anchor, depth), as training logs "
+    "it.",
     "training_accuracy": "the same on training text: mean over the last tenth of what metrics.csv holds, by TTT step.",
     "tau": "1 + accepted / verify calls of the loop at this depth.",
     "intervals": f"95 %: {RESAMPLES} resamples of whole prompts, the same ones for every arm, so that differences are "
@@ -72,37 +64,6 @@ class ArmRun:
     exposure: Exposure
     trained: dict
     training_accuracy: Sequence[float]
-
-
-def measure_heads(
-    verifier, heads: Mapping[str, nn.Module], prompts: Sequence[Prompt], settings: EvalSettings, progress: bool = True
-) -> dict[str, tuple[list[Counts], Exposure]]:
-    """Of each head: counts of the greedy loop, and exposure on the answers that the loop gave, prompt by prompt.
-
-    The answers are the verifier's own, whichever head drafted. Prompts that leave no room for one are left out, with a
-    warning; UserError when none is left.
-    """
-    assert settings.sampling.greedy and not settings.baseline
-    room = verifier.head_geometry["max_position_embeddings"] - settings.max_new_tokens - 2 * (settings.depth + 1)
-    fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
-    if not fitting:
-        raise UserError(f"expected prompts of at most {room} tokens, found none: lower decode.max_new_tokens")
-    if len(fitting) < len(prompts):
-        log.warning(f"{len(prompts) - len(fitting)} prompts of more than {room} tokens are left out")
-    loops, documents = {}, []
-    for name, head in heads.items():
-        log.info(f"{name}: {len(fitting)} prompts, a chain of {settings.depth}")
-        runs = run_prompts(verifier, drafter_for(head, settings.sampling), fitting, settings, progress)
-        loops[name] = [run.counts for run in runs]
-        documents = [answer(run.prompt, run.speculative.tokens) for run in runs]
-    exposures = measure_exposure(verifier, heads, documents, settings.depth)
-    return {name: (loops[name], exposures[name]) for name in heads}
-
-
-def answer(prompt: Prompt, tokens: Sequence[int]) -> Document:
-    """A prompt with its answer as the one span."""
-    start, end = len(prompt.input_ids), len(prompt.input_ids) + len(tokens)
-    return Document(prompt.id, [*prompt.input_ids, *tokens], [(start, end)])
 
 
 def last_accuracy(metrics: Path) -> list[float]:
@@ -152,10 +113,12 @@ class _Pooled:
         return values | {"tau": 1 + shares(self.passed_N1, self.calls_N1, draws_SN)}
 
 
-def study_record(
-    overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun], prompts: int, depth: int, provenance: dict
-) -> dict:
-    """study.json. overrides: of each arm, the first one the reference; prompts: how many each run was measured on."""
+def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun], depth: int, provenance: dict) -> dict:
+    """study.json. overrides: of each arm, the first one being the reference. All runs saw the same prompts.
+
+    equal: "steps" where all arms took the same number, "minutes" where a clock ended them.
+    """
+    prompts = len(runs[0].loop)
     draws_SN = draws(prompts) if prompts > 1 else None
     arms, values, samples = {}, {}, {}
     for name, words in overrides.items():
@@ -187,6 +150,7 @@ def study_record(
     return {
         "depth": depth,
         "prompts": prompts,
+        "equal": "steps" if len({run.trained["steps"] for run in runs}) == 1 else "minutes",
         "arms": arms,
         "differences": differences,
         "explanation": EXPLANATION,
@@ -227,46 +191,48 @@ Rows = tuple[str, tuple[str, ...], list[tuple[str, ...]]]  # title, head, rows
 
 def study_tables(values: dict) -> list[Rows]:
     """The study's tables, one definition for the terminal, the page and Markdown."""
-    arms, depths = values["arms"], range(values["depth"])
-
-    def both(part: dict, name: str, n: int) -> str:
-        interval = span(part[f"{name}_interval"][n])
-        return number(part[name][n]) + (f" ({interval})" if interval else "")
-
+    arms, differences, depths = values["arms"], values["differences"], range(values["depth"])
     runs = [
-        (name, " ".join(arm["overrides"]), _joined(arm["seeds"]), _joined(arm["steps"]),
-         number(arm["tau"]), span(arm["tau_interval"]))
+        (name, " ".join(arm["overrides"]), _joined(arm["seeds"]), _joined(arm["steps"]), _both(arm, "tau"))
         for name, arm in arms.items()
-    ]  # fmt: skip
-    loop = [
-        (str(n), *(both(part, "n_alpha", n) for part in [*arms.values(), *values["differences"].values()]))
-        for n in depths
     ]
-    same = [
-        (str(n), *(cell for arm in arms.values() for cell in (
-            str(arm["tested"][n]), number(arm["true_accuracy"][n]), number(arm["own_accuracy"][n]), both(arm, "gap", n)
-        ))) for n in depths
+    loop = [
+        (str(n), *(_both(part, "n_alpha", n) for part in [*arms.values(), *differences.values()])) for n in depths
     ]  # fmt: skip
+    same = {
+        name: [
+            (str(n), str(arm["tested"][n]), number(arm["true_accuracy"][n]), number(arm["own_accuracy"][n]),
+             _both(arm, "gap", n))
+            for n in depths
+        ]
+        for name, arm in arms.items()
+    }  # fmt: skip
     forced = [
-        (str(n), *(cell for arm in arms.values() for cell in (
-            both(arm, "teacher_forced", n), number(arm["own_given_tokens"][n]),
-            number(arm["training_accuracy"][n] if n < len(arm["training_accuracy"]) else None),
-        ))) for n in depths
+        (str(n), *(_both(arm, "teacher_forced", n) for arm in arms.values()),
+         *(number(arm["own_given_tokens"][n]) for arm in arms.values()))
+        for n in depths
     ]  # fmt: skip
     return [
-        ("arms", ("arm", "settings", "seeds", "steps", "tau", "95 %"), runs),
-        ("n-alpha by depth n in the loop (95 % over prompts)", ("n", *arms, *values["differences"]), loop),
-        (
-            "the same drafts with true and with own features: the gap is exposure bias",
-            ("n", *(f"{name}: {what}" for name in arms for what in ("tested", "true", "own", "gap"))),
-            same,
+        ("arms", ("arm", "settings", "seeds", "steps", "tau (95 %)"), runs),
+        ("n-alpha by depth n in the loop (95 % over prompts)", ("n", *arms, *differences), loop),
+        *(
+            (f"{name}: the same drafts with true and with own features", ("n", "drafts", "true", "own", "gap"), rows)
+            for name, rows in same.items()
         ),
         (
-            "over all anchors, accepted before or not: teacher-forced accuracy, and own features with given tokens",
-            ("n", *(f"{name}: {what}" for name in arms for what in ("teacher-forced", "own", "own, in training"))),
+            "accuracy at every anchor, whatever was accepted before: teacher-forced; own features, given tokens",
+            ("n", *arms, *(f"{name}, own" for name in arms)),
             forced,
         ),
     ]
+
+
+def _both(part: dict, name: str, n: int | None = None) -> str:
+    """A value with its interval, of depth n where there are depths."""
+    value, interval = part[name], part[f"{name}_interval"]
+    if n is not None:
+        value, interval = value[n], interval[n]
+    return number(value) + (f" ({span(interval, 2)})" if interval else "")
 
 
 def _joined(numbers: Sequence[int]) -> str:
@@ -311,26 +277,38 @@ def plot_study(values: dict, path: Path) -> Path:
 
 
 def _line(axes, arm: dict, name: str, colour: str, **style) -> None:
+    """Depths with an interval as a line in its band; those that too few drafts have reached as faint points."""
     points = [(n, value) for n, value in enumerate(arm[name]) if value is not None]
-    axes.plot(*zip(*points, strict=True), color=colour, **(LINE | style))
     bounds = [(n, *both) for n, both in enumerate(arm[f"{name}_interval"]) if both is not None]
+    sure = {n for n, *_ in bounds} or {n for n, _ in points}  # of a single prompt there are no intervals at all
+    kept = [point for point in points if point[0] in sure]
+    axes.plot(*zip(*kept, strict=True), color=colour, **(LINE | style))
+    axes.plot(*([x[i] for x in points if x not in kept] for i in (0, 1)), "o", ms=4, color=colour, alpha=0.3)
     if bounds:
         axes.fill_between(*zip(*bounds, strict=True), color=colour, alpha=0.12, lw=0)
 
 
-def write_study(values: dict, folder: Path) -> Path:
-    """study.json, study.md, study.png and the page that holds them all, study.html; returns the page."""
-    write_record(values, folder / "study.json")
+def write_study(values: dict, folder: Path, plots: bool = True, page: bool = True) -> Path:
+    """study.json and study.md, and where they are wanted study.png and study.html, which holds them all.
+
+    Returns the page, without one study.json.
+    """
+    path = write_record(values, folder / "study.json")
     (folder / "study.md").write_text(markdown(values))
-    picture = plot_study(values, folder / "study.png")
+    picture = plot_study(values, folder / "study.png") if plots or page else None
+    return _write_page(values, picture, folder / "study.html") if page else path
+
+
+def _write_page(values: dict, picture: Path, path: Path) -> Path:
     title = " and ".join(values["arms"])
+    how = f"{values['prompts']} prompts, a chain of {values['depth']} drafts, greedy; arms trained for equal "
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="soft">{values["prompts"]} prompts, a chain of {values["depth"]} drafts, greedy</p>',
+        f'<p class="soft">{how}{values["equal"]}</p>',
         f"<p>{escape(values['explanation'])}</p>",
         report._picture(picture),
         *(f"<h2>{escape(name)}</h2>" + report._table(head, rows) for name, head, rows in study_tables(values)),
         "<h2>What the numbers mean</h2>" + report._table(("", ""), values["definitions"].items(), wrap_last=True),
         "<h2>Provenance</h2>" + report._table(("", ""), report._flat(values["provenance"]), wrap_last=True),
     ]
-    return report._page(folder / "study.html", title, parts)
+    return report._page(path, title, parts)

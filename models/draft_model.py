@@ -40,6 +40,6 @@ def check_tokenizers(model: Verifier, verifier: Verifier) -> None:
     token = different[0]
     raise UserError(
         f"expected a draft with the tokenizer of {verifier.name}, found {len(different)} tokens that {model.name} "
-        f"numbers differently, {token!r} first ({ours.get(token)} and {theirs.get(token)}): only models of one tokenizer can "
-        "check each other's tokens"
+        f"numbers differently, {token!r} first ({ours.get(token)} and {theirs.get(token)}): only models of one "
+        "tokenizer can check each other's tokens"
     )

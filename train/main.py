@@ -6,6 +6,7 @@ import logging
 import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ from eval.command import settings_of
 from eval.prompts import document_prompts
 from models.export.native import StoredHead, save_head
 from models.verifier import Verifier
-from train import finish
+from train import finish, study
 from train.build import build_head, draft_steps, objective_of
 from train.callbacks import Bar, KeepLast, Validate, graceful
 from train.checks import check
@@ -70,7 +71,8 @@ def train(cfg: TrainConf) -> Outcome | None:
         job = start(cfg, folder)
         cfg = job.cfg
         device = verifier_device(cfg)
-        rows = [] if job.rank else plan_rows(cfg, device)
+        runs = study.runs_of(cfg, job.folder, list(HydraConfig.get().overrides.task))
+        rows = [] if job.rank else plan_rows(cfg, device) + study.study_rows(cfg)
     except UserError:
         remove_empty(folder)
         raise
@@ -80,24 +82,34 @@ def train(cfg: TrainConf) -> Outcome | None:
             remove_empty(folder)
             return Outcome(values={"plan": dict(rows)})
         write_config(cfg, job.folder)
+        study.begin(runs)
     with job.ledger.phase("load"):
         verifier = finish.load_verifier(cfg, cfg.verifier.dtype, device)
     with job.ledger.phase("synthesise"):
         prepared = prepare(cfg.data, verifier, keep_states=cfg.data.store)
     with job.ledger.phase("capture"):
         source = open_states(cfg, verifier, prepared)
-    module = build_module(job, verifier, prepared, source)
-    with job.ledger.phase("train"):
-        run_training(job, module, prepared)
+    train_one = partial(train_head, verifier=verifier, prepared=prepared, source=source)
+    record = study.train_arms(job, runs, train_one) if runs else train_one(job)
     if job.rank:
         return None
+    same = verifier if str(verifier.dtype) == f"torch.{cfg.decode.dtype}" else None
+    del verifier, prepared, source, train_one  # one in another dtype may need their memory
+    if runs:
+        return study.finish_study(job, runs, same, record)
+    return finish.finish(cfg, job.folder, same, record, job.ledger)
+
+
+def train_head(job: Job, verifier: Verifier, prepared: Prepared, source) -> dict:
+    """Trains the job's head and saves it; returns what provenance.json is to hold."""
+    cfg, module = job.cfg, build_module(job, verifier, prepared, source)
+    with job.ledger.phase("train"):
+        run_training(job, module, prepared)
     trained = {"steps": module.global_step, "seconds": round(module.elapsed, 1), "tokens": module.tokens * job.world}
     trained |= {"ttt_steps": draft_steps(cfg.head), "data_hash": prepared.content_hash}
-    save_head(job.folder / "head", StoredHead.of(module.head, verifier, trained))
-    record = provenance(cfg, verifier, prepared, module.head, trained, job.ledger)
-    same = verifier if str(verifier.dtype) == f"torch.{cfg.decode.dtype}" else None
-    del verifier, prepared, source, module  # one in another dtype may need their memory
-    return finish.finish(cfg, job.folder, same, record, job.ledger)
+    if job.rank == 0:
+        save_head(job.folder / "head", StoredHead.of(module.head, verifier, trained))
+    return provenance(cfg, verifier, prepared, module.head, trained, job.ledger)
 
 
 def start(cfg: TrainConf, folder: Path) -> Job:
@@ -106,7 +118,7 @@ def start(cfg: TrainConf, folder: Path) -> Job:
     if cfg.resume:
         cfg = resumed_config(Path(cfg.resume), list(hydra.overrides.task))
         folder = Path(cfg.resume)
-        if not (folder / "checkpoints" / "last.ckpt").is_file():
+        if not (cfg.study.arms or (folder / "checkpoints" / "last.ckpt").is_file()):
             raise UserError(f"expected a checkpoint to resume at {folder / 'checkpoints' / 'last.ckpt'}, found none")
     check(cfg)
     rank, world = place(cfg)
