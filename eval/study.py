@@ -29,6 +29,7 @@ EXPLANATION = (
     "training, as scheduled sampling (Bengio et al. 2015) gives a sequence model its own outputs in place of the true "
     "ones, so that it learns on the inputs that it will have."
 )
+ENOUGH = 5  # prompts for an interval over prompts
 DEFINITIONS = {
     "depth": "n: how many of its own features the head has read when it drafts; 0 is the first draft of a verify call "
     "(depth 1 in alpha.json), so depth n is n-alpha as the EAGLE papers count it.",
@@ -119,13 +120,12 @@ def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun],
     equal: "steps" where all arms took the same number, "minutes" where a clock ended them.
     """
     prompts = len(runs[0].loop)
-    draws_SN = draws(prompts) if prompts > 1 else None
+    draws_SN = draws(prompts, RESAMPLES if prompts >= ENOUGH else 0)
     arms, values, samples = {}, {}, {}
     for name, words in overrides.items():
         own = [run for run in runs if run.arm == name]
         pooled = _Pooled.of(own, depth)
-        values[name] = pooled.samples()
-        samples[name] = None if draws_SN is None else pooled.samples(draws_SN)
+        values[name], samples[name] = pooled.samples(), pooled.samples(draws_SN)
         arms[name] = {
             "overrides": list(words),
             "seeds": [run.seed for run in own],
@@ -139,12 +139,10 @@ def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun],
         }
     first, *others = overrides
     differences = {
-        f"{name} - {first}": _described(
-            {what: values[name][what] - values[first][what] for what in ("n_alpha", "gap", "tau")},
-            None if draws_SN is None else {
-                what: samples[name][what] - samples[first][what] for what in ("n_alpha", "gap", "tau")
-            },
-        )
+        f"{name} - {first}": _described(*(
+            {what: found[name][what] - found[first][what] for what in ("n_alpha", "gap", "tau")}
+            for found in (values, samples)
+        ))
         for name in others
     }  # fmt: skip
     return {
@@ -159,12 +157,11 @@ def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun],
     }
 
 
-def _described(values: dict[str, np.ndarray], samples: dict[str, np.ndarray] | None) -> dict:
+def _described(values: dict[str, np.ndarray], samples: dict[str, np.ndarray]) -> dict:
     """Each quantity as a list by depth (tau: a number), with its interval under NAME_interval."""
     described = {}
     for name, value in values.items():
-        found = _plain(value)
-        spans = [None] * len(found) if samples is None else intervals(samples[name])
+        found, spans = _plain(value), intervals(samples[name])
         spans = [None if middle is None else both for middle, both in zip(found, spans, strict=True)]
         if name == "tau":
             found, spans = found[0], spans[0]
@@ -271,6 +268,7 @@ def plot_study(values: dict, path: Path) -> Path:
     loop.set(xlabel="n, own features read", ylabel="n-alpha", ylim=(0, 1), title="Acceptance in the loop")
     same.set(xlabel="n, own features read", ylabel="accuracy", ylim=(0, 1), title="The same drafts, both ways")
     for axes in (loop, same):
+        axes.set_xlim(-0.4, values["depth"] - 0.6)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=8)
     return _save(figure, path)

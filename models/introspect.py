@@ -99,6 +99,7 @@ def geometry(config, vocab_size: int) -> dict:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": rope,
         "vocab_size": vocab_size,
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }
 
 

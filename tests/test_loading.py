@@ -88,8 +88,10 @@ def test_layer_ids_are_checked():
         tiny_verifier(layers=5)
     assert "verifier.aux_layers" in one_line(error) and "found 5" in one_line(error)
     assert tiny_verifier(layers=5, aux_layers=[0, 1, 4]).aux_layers == (0, 1, 4)
-    for wrong in ([], [2, 1], [1, 1], [0, 5], [-1, 2]):
-        with pytest.raises(UserError, match=r"in 0\.\.4"):
+    assert tiny_verifier(layers=5, aux_layers=[0, -1]).aux_layers == (0, 5)  # the last hidden state
+    assert tiny_verifier(layers=5, aux_layers=[]).aux_layers == ()
+    for wrong in ([2, 1], [1, 1], [0, 6], [-2, 2], [-1, 2]):
+        with pytest.raises(UserError, match=r"in 0\.\.5"):
             tiny_verifier(layers=5, aux_layers=wrong)
 
 

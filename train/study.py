@@ -79,17 +79,15 @@ def runs_of(cfg: TrainConf, folder: Path, words: Sequence[str]) -> list[Run]:
     for arm, extra in study.arms.items():
         if not re.fullmatch(r"\w[\w.-]*", arm):
             raise UserError(f"a study's arm names a folder: expected letters, digits, _ . -, found {arm!r}")
-        for seed in study.seeds:
-            place = folder / (arm if len(study.seeds) == 1 else f"{arm}-seed{seed}")
-            try:
-                if cfg.resume:
-                    own = _stored(place, words)
-                else:
-                    own = replace(arm_settings(cfg, [*words], extra), seed=seed, name=f"{cfg.name}/{folder.name}")
-                check(own)
-            except UserError as error:
-                raise UserError(f"study arm {arm}: {error}") from None
-            runs.append(Run(arm, own, place))
+        try:
+            own = None if cfg.resume else arm_settings(cfg, [*words], extra)
+            for seed in study.seeds:
+                place = folder / (arm if len(study.seeds) == 1 else f"{arm}-seed{seed}")
+                one = replace(own, seed=seed, name=f"{cfg.name}/{folder.name}") if own else _stored(place, words)
+                check(one)
+                runs.append(Run(arm, one, place))
+        except UserError as error:
+            raise UserError(f"study arm {arm}: {error}") from None
     return runs
 
 

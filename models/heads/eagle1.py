@@ -69,10 +69,11 @@ class Eagle1Head(EagleHead):
     @classmethod
     def over(cls, config: Eagle1Config, verifier, vocab: DraftVocab) -> Self:
         """On a models.verifier.Verifier; UserError for one whose logits are no plain product of its LM head."""
-        if getattr(verifier.lm_head, "bias", None) is not None:
+        scales = [getattr(verifier.config, name, None) or 1 for name in ("logit_scale", "logits_scaling")]
+        if getattr(verifier.lm_head, "bias", None) is not None or scales != [1, 1]:
             raise UserError(
-                f"expected an LM head without bias, found one in {verifier.name}: an EAGLE-1 head drafts with the "
-                "verifier's LM head and has nowhere to keep it; use head=eagle3"
+                f"expected an LM head without bias or scale, found one in {verifier.name}: an EAGLE-1 head drafts with "
+                "the verifier's LM head and has nowhere to keep them; use head=eagle3"
             )
         return cls(config, verifier.embedding_VD, vocab, verifier.lm_head_rows())
 

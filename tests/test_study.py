@@ -1,0 +1,358 @@
+"""A study from its counts to its page, and `python -m train experiment=ttt_study` from one end to the other."""
+
+import csv
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+
+from conf.cli import Outcome, load
+from conf.errors import UserError
+from eval.counts import Counts
+from eval.exposure import Exposure
+from eval.study import EXPLANATION, ArmRun, last_accuracy, markdown, study_record, study_tables, write_study
+from tiny import tiny_model, tiny_tokenizer
+from train.fit import fit
+from train.ledger import Ledger
+from train.main import Job, train
+from train.study import begin, runs_of, study_rows, train_arms
+
+# --- the record -----------------------------------------------------------------------------------------------
+
+
+def loop(accepted: list[int], tested: list[int], calls: int) -> Counts:
+    return Counts(calls, 8 * calls, sum(accepted), sum(accepted) + calls, [calls] * 2, tested, accepted)
+
+
+def arm(name, seed=0, prompts=6, own=(3, 1), accepted=(3, 1), steps=7) -> ArmRun:
+    """The same counts for every prompt: 10 drafts of which `own` hit, and as many with true features as at depth 0."""
+    rows = lambda *values: np.array([[*values, 0]] * prompts)  # noqa: E731
+    exposure = Exposure(
+        counted=rows(20, 18), forced=rows(8, 9), given=rows(8, 4), tested=rows(10, own[0]),
+        own=rows(*own), true=rows(own[0], 2),
+    )  # fmt: skip
+    counts = [loop(list(accepted), [5, accepted[0]], 5) for _ in range(prompts)]
+    return ArmRun(name, seed, counts, exposure, {"steps": steps, "seconds": 1.5}, [0.5, 0.25])
+
+
+ARMS = {"plain": ["head.ttt_steps=1"], "unrolled": ["head.ttt_steps=7"]}
+MADE_FROM = {"seed": 0, "versions": {"torch": "2.13"}}
+
+
+def test_what_the_record_holds():
+    runs = [arm("plain"), arm("unrolled", own=(4, 2), accepted=(4, 3), steps=8)]
+    values = study_record(ARMS, runs, 3, MADE_FROM)
+    plain, unrolled = values["arms"]["plain"], values["arms"]["unrolled"]
+    assert plain["n_alpha"] == [0.6, 1 / 3, None] and unrolled["n_alpha"] == [0.8, 0.75, None]
+    assert plain["own_accuracy"][:2] == [0.3, 1 / 3] and plain["true_accuracy"][:2] == [0.3, 2 / 3]
+    assert plain["gap"][:2] == [0, pytest.approx(1 / 3)] and plain["tested"][:2] == [60, 18]
+    assert plain["teacher_forced"][:2] == [0.4, 0.5] and plain["own_given_tokens"][:2] == [0.4, pytest.approx(2 / 9)]
+    assert plain["tau"] == 1.8 and plain["training_accuracy"] == [0.5, 0.25] and plain["loop_tested"] == [30, 18, 0]
+    assert plain["n_alpha_interval"] == [[0.6, 0.6], [pytest.approx(1 / 3)] * 2, None]  # every prompt says the same
+    assert list(values["differences"]) == ["unrolled - plain"]
+    difference = values["differences"]["unrolled - plain"]
+    assert difference["n_alpha"] == [pytest.approx(0.2), pytest.approx(0.75 - 1 / 3), None]
+    assert difference["tau"] == pytest.approx(0.6) and difference["tau_interval"] == [pytest.approx(0.6)] * 2
+    assert difference["gap"][1] == pytest.approx(2 / 4 - 2 / 4 - 1 / 3)
+    assert (values["equal"], plain["steps"], unrolled["steps"]) == ("minutes", [7], [8])
+    json.dumps(values, allow_nan=False)
+
+
+def test_seeds_are_pooled_and_shown():
+    runs = [arm("plain"), arm("plain", seed=1, accepted=(1, 1)), arm("unrolled"), arm("unrolled", seed=1)]
+    plain = study_record(ARMS, runs, 3, MADE_FROM)["arms"]["plain"]
+    assert plain["seeds"] == [0, 1] and plain["n_alpha"] == [0.4, 0.5, None]
+    assert plain["n_alpha_by_seed"] == [[0.6, 1 / 3, None], [0.2, 1.0, None]] and plain["tested"] == [120, 36, 0]
+
+
+def test_a_few_prompts_have_no_interval():
+    values = study_record(ARMS, [arm("plain", prompts=4), arm("unrolled", prompts=4)], 3, MADE_FROM)
+    for part in (*values["arms"].values(), *values["differences"].values()):
+        assert part["n_alpha_interval"] == [None] * 3 and part["tau_interval"] is None
+        assert part["n_alpha"][0] is not None
+
+
+def test_paired_differences_are_surer_than_each_arm():
+    """Prompts differ a lot, the arms differ alike on each."""
+    runs = []
+    for name, more in (("plain", 0), ("unrolled", 1)):
+        counts = [loop([hits + more, 0], [20, hits + more], 20) for hits in (1, 4, 7, 10, 13, 16, 18)]
+        runs.append(replace(arm(name, prompts=7), loop=counts))
+    values = study_record(ARMS, runs, 3, MADE_FROM)
+    width = lambda part: np.ptp(part["n_alpha_interval"][0])  # noqa: E731
+    assert width(values["arms"]["plain"]) > 0.3
+    low, high = values["differences"]["unrolled - plain"]["n_alpha_interval"][0]
+    assert low == pytest.approx(0.05) and high == pytest.approx(0.05)
+
+
+def test_the_explanation_is_two_sentences_and_names_its_link():
+    assert len(re.findall(r"[a-z0-9)]\.(?: [A-Z]|$)", EXPLANATION)) == 2
+    for words in ("exposure bias", "Training-time test", "scheduled sampling (Bengio et al. 2015)"):
+        assert words in EXPLANATION
+
+
+def test_tables_page_and_markdown_say_the_same(tmp_path):
+    values = study_record(ARMS, [arm("plain"), arm("unrolled", accepted=(4, 3))], 3, MADE_FROM)
+    page = write_study(values, tmp_path)
+    assert page == tmp_path / "study.html" and (tmp_path / "study.png").stat().st_size > 10000
+    text, lines = page.read_text(), (tmp_path / "study.md").read_text()
+    assert json.loads((tmp_path / "study.json").read_text()) == values and lines == markdown(values)
+    assert "http://" not in text and "https://" not in text and "<script" not in text and "<link" not in text
+    assert text.count("data:image/png;base64,") == 1 and "None" not in text
+    for title, head, rows in study_tables(values):
+        assert rows and all(len(row) == len(head) for row in rows)
+        assert f"**{title}**" in lines and title in text
+    for part in (EXPLANATION.replace("'", "&#x27;"), "unrolled - plain", "0.200 (0.20 to 0.20)", "versions.torch"):
+        assert part in text
+    assert (
+        EXPLANATION in lines and "| 0 | 0.600 (0.60 to 0.60) | 0.800 (0.80 to 0.80) | 0.200 (0.20 to 0.20) |" in lines
+    )
+
+
+def test_a_picture_without_intervals_and_no_page(tmp_path):
+    values = study_record(ARMS, [arm("plain", prompts=1), arm("unrolled", prompts=1)], 3, MADE_FROM)
+    assert write_study(values, tmp_path, page=False) == tmp_path / "study.json"
+    assert (tmp_path / "study.png").is_file() and not (tmp_path / "study.html").exists()
+    (tmp_path / "bare").mkdir()
+    write_study(values, tmp_path / "bare", plots=False, page=False)
+    assert {path.name for path in (tmp_path / "bare").iterdir()} == {"study.json", "study.md"}
+
+
+def test_training_accuracy_is_that_of_the_last_tenth(tmp_path):
+    file = tmp_path / "metrics.csv"
+    rows = [f"{i},{i / 100},{i / 200}" for i in range(1, 41)]
+    file.write_text("\n".join(["step,train/accuracy_0,train/accuracy_1", *rows]) + "\n")
+    assert last_accuracy(file) == pytest.approx([0.385, 0.1925])
+    file.write_text("step,train/accuracy_0\n1,0.5\n")
+    assert last_accuracy(file) == [0.5]
+    assert last_accuracy(tmp_path / "absent.csv") == []
+
+
+# --- the arms -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    tiny_model("llama", layers=8, hidden=32, vocab=300).save_pretrained(folder / "verifier")
+    tiny_tokenizer(300).save_pretrained(folder / "verifier")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"What is {i} and {i * i}?"}) + "\n" for i in range(14)))
+    return [
+        "experiment=ttt_study",
+        "budget=tiny",
+        "verifier=folder",
+        f"verifier.source={folder / 'verifier'}",
+        "logger=csv",
+        "data=jsonl",
+        f"data.path={prompts}",
+        f"evaluation.prompts={prompts}",
+        "evaluation.limit=6",
+        f"output_dir={folder / 'out'}",
+        "trainer.accelerator=cpu",
+        "trainer.validate_every=0",
+        "json=true",
+    ]
+
+
+def started(words, tmp_path, *extra):
+    """(job, runs) of a fresh study in `tmp_path`."""
+    words = [*words, *extra]
+    cfg = load("train", words)
+    runs = runs_of(cfg, tmp_path, words)
+    begin(runs)
+    return Job(cfg, tmp_path, 0, 1, Ledger()), runs
+
+
+def pretend(job, runs, steps=9):
+    """Trains nothing: returns the settings of each head that would have been, in order, and the record."""
+    seen = []
+
+    def train_head(one):
+        seen.append(one.cfg)
+        return {"training": {"steps": one.cfg.trainer.max_steps or steps, "seconds": 0.0}, "data": {}}
+
+    return seen, train_arms(job, runs, train_head)
+
+
+def test_arms_share_all_but_their_own_settings(words, tmp_path):
+    job, runs = started(words, tmp_path, "study.seeds=[3,4]", "seed=8")
+    assert [run.folder.name for run in runs] == ["no_ttt-seed3", "no_ttt-seed4", "ttt-seed3", "ttt-seed4"]
+    assert [run.cfg.head.ttt_steps for run in runs] == [1, 1, 7, 7] and job.cfg.decode.depth == 8
+    assert [run.cfg.seed for run in runs] == [3, 4, 3, 4] and {run.cfg.data.seed for run in runs} == {8}
+    first = replace(runs[0].cfg, head=runs[2].cfg.head)
+    assert first == runs[2].cfg
+    seen, record = pretend(job, runs)
+    assert [cfg.head.ttt_steps for cfg in seen] == [7, 7, 1, 1]
+    assert list(record["training"]) == ["ttt-seed3", "ttt-seed4", "no_ttt-seed3", "no_ttt-seed4"]
+    assert record["seed"] == 8
+
+
+def test_a_clock_is_dealt_out_and_the_dearest_arm_sets_the_steps(words, tmp_path):
+    clock = ["trainer.max_steps=null", "trainer.minutes=10", "minutes=60", "evaluation.minutes=2"]
+    own = '+study.arms={own:["head.ttt_steps=7","objective.tokens=own"]}'
+    seen, _ = pretend(*started(words, tmp_path / "a", *clock, own))
+    assert [(cfg.head.ttt_steps, cfg.objective.tokens) for cfg in seen] == [(7, "own"), (7, "given"), (1, "given")]
+    assert seen[0].trainer.minutes == pytest.approx(10 * 16 / 26) and seen[0].minutes is None
+    assert [(cfg.trainer.max_steps, cfg.trainer.minutes) for cfg in seen[1:]] == [(9, None)] * 2
+    seen, _ = pretend(*started(words, tmp_path / "b", *clock, "study.equal=minutes"))
+    assert [(cfg.trainer.max_steps, cfg.trainer.minutes) for cfg in seen] == [(None, 5.0)] * 2
+    assert not any(cfg.study.arms for cfg in seen)  # each of them is an ordinary run
+    rows = dict(study_rows(load("train", [*words, *clock])))
+    assert rows["study"].startswith("2 arms, one after another, all for the steps of the dearest. no_ttt: head.ttt_")
+    assert (
+        "equal minutes, so not equal steps" in study_rows(load("train", [*words, *clock, "study.equal=minutes"]))[0][1]
+    )
+
+
+def test_arms_that_are_finished_are_kept(words, tmp_path):
+    job, runs = started(words, tmp_path)
+    runs[1].folder.joinpath("provenance.json").write_text(json.dumps({"training": {"steps": 5, "seconds": 1.0}}))
+    seen, record = pretend(job, runs)
+    assert [cfg.head.ttt_steps for cfg in seen] == [1] and seen[0].trainer.max_steps == 5
+    assert record["training"]["ttt"] == {"steps": 5, "seconds": 1.0}
+
+
+def test_ctrl_c_names_the_study(words, tmp_path):
+    job, runs = started(words, tmp_path)
+
+    def interrupted(one):
+        raise KeyboardInterrupt("continue with: python -m train resume=somewhere/ttt")
+
+    with pytest.raises(KeyboardInterrupt, match=f"resume={tmp_path}$"):
+        train_arms(job, runs, interrupted)
+
+
+def test_an_ordinary_run_is_no_study(words):
+    cfg = load("train", ["experiment=debug", *words[2:]])
+    assert runs_of(cfg, Path("nowhere"), words) == [] and study_rows(cfg) == []
+
+
+def call(monkeypatch, capsys, words):
+    """(exit code, the JSON object of the last line, standard error) of the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    code = 0
+    try:
+        train()
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    return code, json.loads(out.splitlines()[-1]) if out.strip() else None, err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ('study.arms={ttt:["head.tt_steps=7"]}', "study arm ttt: train has no setting 'head.tt_steps'"),
+        ('study.arms={ttt:["head.ttt_steps=0"]}', "study arm ttt: head.ttt_steps must be 1 or more"),
+        ('study.arms={ttt:["head.ttt_steps=x"]}', "study arm ttt: head.ttt_steps"),
+        (
+            'study.arms={ttt:["data.max_length=9"]}',
+            "study arm ttt: arms share everything but head, objective and optim",
+        ),
+        ('study.arms={ttt:["head=medusa"]}', "eagle1 or eagle3, found medusa"),
+        ('study.arms={ttt:["head=eagle1"]}', "reads other states than eagle3"),
+        ("+study.arms={a b:[]}", "names a folder"),
+        ("study.seeds=[1,1]", "different numbers"),
+        ("study.seeds=[]", "different numbers"),
+        ("study.equal=tokens", "steps or minutes"),
+        ("decode.temperature=1", "leave decode.temperature at 0"),
+    ],
+)
+def test_mistakes_end_at_once_in_one_line(words, monkeypatch, capsys, tmp_path, extra, message):
+    """Before the verifier is loaded, and without a run folder left behind."""
+    monkeypatch.setattr("models.verifier.Verifier.load", None)
+    code, _, err = call(monkeypatch, capsys, [*words, f"output_dir={tmp_path}", extra])
+    lines = err.splitlines()
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], err
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_resumed_study_without_its_arms(words, tmp_path):
+    cfg = replace(load("train", words), resume=str(tmp_path))
+    with pytest.raises(UserError, match="study arm no_ttt: expected its settings in .*start the study anew"):
+        runs_of(cfg, tmp_path, words)
+
+
+def logged(folder):
+    with (folder / "metrics.csv").open() as stream:
+        return list(csv.DictReader(stream))
+
+
+class StopAt(pl.Callback):
+    """What Ctrl-C does, at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, module, *_):
+        module.stop_wanted = module.stop_wanted or trainer.global_step == self.step
+
+
+def test_a_study_that_is_interrupted_and_continued(words, monkeypatch, capsys, tmp_path):
+    """Ctrl-C in the second arm; then the first is kept, the second goes on, and the study ends as it should."""
+
+    def stopping(module, cfg, callbacks, loggers, checkpoint, folder):
+        stop = [StopAt(2)] if folder.name == "no_ttt" else []
+        return fit(module, cfg, [*callbacks, *stop], loggers, checkpoint, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.main.fit", stopping)
+        code, _, err = call(patch, capsys, [*words, f"output_dir={tmp_path}"])
+    (folder,) = tmp_path.glob("ttt_study/*")
+    assert code == 130 and err.splitlines()[-1] == f"interrupted; continue with: python -m train resume={folder}"
+    assert (folder / "ttt" / "provenance.json").is_file() and not (folder / "no_ttt" / "head").exists()
+    written = (folder / "ttt" / "head" / "head.safetensors").stat().st_mtime_ns
+
+    code, values, err = call(monkeypatch, capsys, [f"resume={folder}", "json=true"])
+    assert code == 0, err
+    assert (
+        "ttt: trained already" in err and (folder / "ttt" / "head" / "head.safetensors").stat().st_mtime_ns == written
+    )
+    assert [row["step"] for row in logged(folder / "no_ttt")] == ["1", "2", "3", "4"]
+
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "config.yaml",
+        "provenance.json",
+        "ttt",
+        "no_ttt",
+        "study.json",
+        "study.md",
+        "study.png",
+        "study.html",
+    }
+    for name in ("ttt", "no_ttt"):
+        assert {"config.yaml", "checkpoints", "head", "metrics.csv"} <= {p.name for p in (folder / name).iterdir()}
+    assert values["path"] == str(folder / "study.html") and values["run"] == str(folder)
+    record = json.loads((folder / "study.json").read_text())
+    assert record["explanation"] == EXPLANATION and record["depth"] == 8 and record["prompts"] == 6
+    plain, unrolled = record["arms"]["no_ttt"], record["arms"]["ttt"]
+    assert plain["steps"] == unrolled["steps"] == [4] and record["equal"] == "steps"
+    assert len(plain["training_accuracy"]) == 1 and len(unrolled["training_accuracy"]) == 7
+    assert all(len(part["n_alpha"]) == 8 == len(part["teacher_forced"]) for part in (plain, unrolled))
+    assert plain["n_alpha_interval"][0] and record["differences"]["ttt - no_ttt"]["n_alpha_interval"][0]
+    trained = record["provenance"]["training"]
+    assert trained["ttt"]["data_hash"] == trained["no_ttt"]["data_hash"]
+    assert trained["ttt"]["ttt_steps"] == 7 and trained["no_ttt"]["ttt_steps"] == 1
+    # Both arms saw the same batches from the same start: at the first step their first drafts are alike.
+    both = [logged(folder / name)[0]["train/accuracy_0"] for name in ("ttt", "no_ttt")]
+    assert both[0] == both[1] and logged(folder / "ttt")[0]["train/accuracy_6"]
+
+
+def test_a_sweep_of_studies(words, monkeypatch, capsys, tmp_path):
+    """The arms are composed from each job's own settings."""
+    monkeypatch.setattr("train.study.train_arms", lambda *_: {})
+    monkeypatch.setattr(
+        "train.study.finish_study", lambda job, runs, *_: Outcome(values={"lr": [run.cfg.optim.lr for run in runs]})
+    )
+    monkeypatch.setattr(sys, "argv", ["train", "-m", *words, f"output_dir={tmp_path}", "optim.lr=1e-3,1e-4"])
+    train()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert lines == [{"lr": [1e-3, 1e-3]}, {"lr": [1e-4, 1e-4]}]
+    assert len(list(tmp_path.glob("ttt_study/*/*/ttt/config.yaml"))) == 2
