@@ -222,7 +222,8 @@ class ReportCommandConf(RunConf):
 class CompareCommandConf(RunConf):
     """python -m eval.compare"""
 
-    runs: Any = None  # folders with an alpha.json, or such files; the first is what the others are compared with
+    runs: Any = None  # run or evaluation folders with an alpha.json, or such files
+    base: str | None = None  # the run, or name, that the others are compared with; null: the first
     names: Any = None  # one for each run; runs of the same name are pooled. null: the folders' names
     out: str | None = None  # null: outputs/comparison-TIME
 

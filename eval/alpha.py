@@ -46,7 +46,8 @@ DEFINITIONS = {
     "identical_to_baseline": f"every text equals plain decoding token for token, apart from numerical ties (top two "
     f"logits closer than {TIE:g}), which are listed. Greedy only.",
     "measured": "loop: by the speculative loop. replay: the loop's rounds followed on the verifier's recorded greedy "
-    "text, which gives the same acceptance and no speed; the verifier's times are then those of one prompt.",
+    "text, which gives the same acceptance and no speed; the verifier's times are then those of one prompt, and drafts "
+    "are timed without verify calls between them.",
     "intervals": "95 %: Wilson for shares, bootstrap over prompts for tau.",
 }  # fmt: skip
 
@@ -137,7 +138,7 @@ def evaluate(
     with use_threads(settings.threads) as threads:
         if settings.replay:
             runs = replay_prompts(verifier, drafter, fitting, settings, progress)
-            times = replay_times(verifier, runs, settings.depth)
+            times = replay_times(verifier, drafter, runs, settings) if settings.baseline else None
         else:
             runs = run_prompts(verifier, drafter, fitting, settings, progress)
             times = measure_times(verifier, runs, settings.depth) if settings.baseline else None
@@ -263,7 +264,7 @@ def _prompt_row(run: PromptRun) -> dict:
         "tested_by_depth": run.counts.tested_by_depth,
         "accepted_by_depth": run.counts.accepted_by_depth,
         "tau": run.counts.tau,
-        "seconds": run.speculative.seconds,
+        "seconds": run.speculative.seconds or None,
         "baseline_seconds": run.baseline.seconds if run.baseline else None,
     }
 

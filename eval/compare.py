@@ -1,6 +1,6 @@
-"""Runs side by side on the same prompts: acceptance, tau, and the difference to the first with its interval.
+"""Measured runs side by side on the same prompts: acceptance, tau, and its difference to one of them.
 
-    python -m eval.compare runs=[outputs/A,outputs/B] names=[no-TTT,TTT]
+python -m eval.compare runs=[outputs/A/TIME,outputs/B/TIME] names=[no-TTT,TTT]
 
 Runs of one name (other seeds) are pooled. Differences are paired: the same prompts, drawn anew together.
 """
@@ -8,6 +8,7 @@ Runs of one name (other seeds) are pooled. Differences are paired: the same prom
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +19,24 @@ from rich.table import Table
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from data.files import write_json
-from eval.counts import Counts, bootstrap_tau, paired_bootstrap, pool
-from eval.plots import plot_alpha_by_depth
+from eval import report
+from eval.counts import Counts, bootstrap_tau, paired_bootstrap, pool, wilson
+from eval.plots import plot_summary
 from eval.tables import number, span
 
 SAME = ("verifier_hash", "decode", "depth", "temperature", "top_p", "top_k", "max_new_tokens", "dtype")
+DEFINITIONS = {
+    "tau": "1 + accepted / verify_calls, counts pooled over prompts and runs.",
+    "tau_interval": "95 %: prompts drawn anew, with their counts of all runs. It holds for these heads: another seed's "
+    "training is not among what varies.",
+    "tau_by_run": "of each run, then their mean and range: what another seed changes.",
+    "tau_difference": "tau less the base's, and its 95 % interval when the same prompts are drawn anew for both.",
+    "alpha_by_depth": "n-alpha: P(draft n accepted | drafts 1..n-1 accepted), and Wilson's 95 % intervals.",
+    "cost_ratio": "draft step / verify call at this depth, the runs' mean.",
+    "n_star": "of each run, the depth with the best predicted speed-up; 0 where none is faster than plain decoding.",
+    "predicted_speedup": "at that depth, from measured acceptance and times; the runs' mean.",
+    "speedup": "measured in the loop at the depth that was run; the runs' mean. None for replayed runs.",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,38 +47,37 @@ class Arm:
     runs: list[dict]
     by_prompt: list[Counts]
 
-    @property
-    def counts(self) -> Counts:
-        return pool(self.by_prompt)
 
-
-def read_alpha(run: Path | str) -> dict:
-    """The values of an alpha.json, or of the one in a folder. UserError when there is none."""
+def read_alpha(run: str) -> dict:
+    """alpha.json of a run or evaluation folder, of a run's latest evaluation, or such a file. Raises UserError."""
     path = Path(run)
-    path = path / "alpha.json" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"expected an alpha.json at {run}, found none: measure the run first, python -m eval run={run}")
+    if path.is_dir() and not (path / "alpha.json").is_file():
+        path = max(path.glob("eval-*/alpha.json"), default=path)
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); measure the run again") from error
+        return report.read_alpha(path)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"expected alpha.json at {path}, found a damaged file ({error}): measure the run anew"
+        ) from None
 
 
 def read_arms(runs: list[str], names: list[str]) -> list[Arm]:
     """Arms in the order of their names. UserError when two runs were not measured alike."""
     values = [read_alpha(run) for run in runs]
+    first = values[0]
     for run, value in zip(runs, values, strict=True):
         for name in SAME:
-            if value[name] != values[0][name]:
+            ours, theirs = first[name], value[name]
+            if ours != theirs:
                 raise UserError(
-                    f"expected runs that were measured alike, found {name} {values[0][name]} in {runs[0]} and "
-                    f"{value[name]} in {run}: measure both again with the same settings"
+                    f"expected runs that were measured alike, found {name} {ours} in {runs[0]} and {theirs} "
+                    f"in {run}: measure both with the same settings"
                 )
-        ids = [[row["id"] for row in one["prompts"]] for one in (values[0], value)]
-        if ids[0] != ids[1]:
+        asked, own = ([(row["id"], row["prompt_tokens"]) for row in one["prompts"]] for one in (first, value))
+        if asked != own:
             raise UserError(
-                f"expected the same prompts, found {len(ids[0])} in {runs[0]} and {len(ids[1])} others in {run}: "
-                "measure both again with the same prompts and limit"
+                f"expected the same prompts, found {len(asked)} in {runs[0]} and {len(own)} others in {run}: measure "
+                "both with the same prompts and limit"
             )
     arms = []
     for name in dict.fromkeys(names):
@@ -75,111 +88,148 @@ def read_arms(runs: list[str], names: list[str]) -> list[Arm]:
 
 
 def counts_of(row: dict) -> Counts:
-    """A prompt's row of alpha.json as counts, as far as a chain's tau and n-alpha need them."""
+    """A prompt's row of an alpha.json as counts; how often each depth was drafted is not in it."""
     return Counts(
         verify_calls=row["verify_calls"],
         drafted=row["drafted"],
         accepted=row["accepted"],
         emitted=row["verify_calls"] + row["accepted"],
-        drafted_by_depth=[row["verify_calls"]] * len(row["tested_by_depth"]),
+        drafted_by_depth=[0] * len(row["tested_by_depth"]),
         tested_by_depth=list(row["tested_by_depth"]),
         accepted_by_depth=list(row["accepted_by_depth"]),
     )
 
 
 def arm_row(arm: Arm, base: Arm) -> dict:
-    """What is said of an arm; tau_difference is to `base`, None for itself."""
-    runs, counts = arm.runs, arm.counts
-    taus = [run["tau"] for run in runs]
-    predicted = [run["predicted"] for run in runs if run["predicted"]]
+    """What is said of an arm (`DEFINITIONS`). None: it wasn't measured, or it is the base and differs by nothing."""
+    counts = pool(arm.by_prompt)
+    taus = [run["tau"] for run in arm.runs]
+    pairs = list(zip(counts.accepted_by_depth, counts.tested_by_depth, strict=True))
+    predicted = [run["predicted"] for run in arm.runs if run["predicted"]]
+    difference = {"tau_difference": None, "tau_difference_interval": None}
+    if arm is not base and None not in (counts.tau, pool(base.by_prompt).tau):
+        difference = {
+            "tau_difference": counts.tau - pool(base.by_prompt).tau,
+            "tau_difference_interval": paired_bootstrap(arm.by_prompt, base.by_prompt),
+        }
     return {
-        "runs": len(runs),
+        "runs": len(arm.runs),
+        "measured": sorted({run.get("measured", "loop") for run in arm.runs}),
         "tau": counts.tau,
-        "tau_by_run": taus,
         "tau_interval": bootstrap_tau(arm.by_prompt),
+        "tau_by_run": taus,
+        "tau_mean": mean(taus),
+        "tau_range": None if None in taus else [min(taus), max(taus)],
+        **difference,
         "alpha_by_depth": counts.alpha_by_depth,
-        "tau_difference": None if arm is base else counts.tau - base.counts.tau,
-        "tau_difference_interval": None if arm is base else paired_bootstrap(arm.by_prompt, base.by_prompt),
-        "cost_ratio": _mean(run["cost_ratio"] for run in runs),
+        "alpha_by_depth_interval": [wilson(accepted, tested) for accepted, tested in pairs],
+        "cost_ratio": mean(run["cost_ratio"] for run in arm.runs),
         "n_star": [one["n_star"] for one in predicted],
-        "predicted_speedup": _mean(one["speedup"] for one in predicted),
-        "speedup": _mean(run["speedup"] for run in runs),
+        "predicted_speedup": mean(one["speedup"] for one in predicted),
+        "speedup": mean(run["speedup"] for run in arm.runs),
     }
 
 
-def _mean(values) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are; None without any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-COLUMNS = (
-    "arm",
-    "runs",
-    "n-alpha by depth",
-    "tau",
-    "95 %",
-    "tau by run",
-    "to the first",
-    "95 % ",
-    "cost",
-    "N*",
-    "speed-up",
-)
+def comparison(arms: list[Arm], base: Arm) -> dict:
+    """comparison.json."""
+    first = arms[0].runs[0]
+    return {
+        "base": base.name,
+        "prompts": len(base.by_prompt),
+        **{name: first[name] for name in ("verifier", *SAME)},
+        "arms": {arm.name: arm_row(arm, base) for arm in arms},
+        "definitions": DEFINITIONS,
+    }
 
 
-def table_rows(rows: dict[str, dict]) -> list[tuple[str, ...]]:
-    """As `COLUMNS`; the speed-up is the measured one, else the predicted one at N*, marked with a p."""
+def columns(base: str) -> tuple[str, ...]:
+    """Heads of `table_rows`."""
+    return ("arm", "measured by", "n-alpha by depth", "tau", "95 %", "mean of runs (range)", f"tau less {base}'s",
+            "95 %, paired", "cost ratio", "N*", "predicted speed-up", "measured speed-up")  # fmt: skip
+
+
+def table_rows(values: dict) -> list[tuple[str, ...]]:
+    """A line an arm, as text."""
     lines = []
-    for name, row in rows.items():
-        measured, predicted = row["speedup"], row["predicted_speedup"]
+    for name, row in values["arms"].items():
+        runs, low_high = row["runs"], row["tau_range"]
         lines.append(
             (
                 name,
-                str(row["runs"]),
-                " ".join(number(a).removeprefix("0") for a in row["alpha_by_depth"]),
+                " and ".join(row["measured"]),
+                " ".join(number(alpha).removeprefix("0") for alpha in row["alpha_by_depth"]),
                 number(row["tau"]),
                 span(row["tau_interval"]),
-                " ".join(number(tau) for tau in row["tau_by_run"]) if row["runs"] > 1 else "",
+                f"{number(row['tau_mean'])} ({span(low_high)}), {runs} runs" if runs > 1 and low_high else "",
                 "" if row["tau_difference"] is None else f"{row['tau_difference']:+.3f}",
                 span(row["tau_difference_interval"]),
                 number(row["cost_ratio"]),
-                " ".join(str(n) for n in row["n_star"]),
-                number(measured, 2) if measured is not None else f"{number(predicted, 2)} p",
+                " ".join(map(str, sorted(set(row["n_star"])))) or "-",
+                number(row["predicted_speedup"], 2),
+                number(row["speedup"], 2),
             )
         )
     return lines
 
 
-def markdown(rows: dict[str, dict]) -> str:
-    """The table to paste."""
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *table_rows(rows)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def title(values: dict) -> str:
+    """One line that says what was compared and how."""
+    how = f"{values['decode']} of {values['depth']}, temperature {values['temperature']:g}"
+    return f"{values['verifier'].rstrip('/').split('/')[-1]}, {how}, {values['prompts']} prompts"
 
 
-@main("compare")
+def markdown(values: dict) -> str:
+    """The table to paste, with what its numbers mean."""
+    heads = columns(values["base"])
+    lines = [heads, ("---",) * len(heads), *table_rows(values)]
+    table = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    notes = "".join(f"- {name}: {text}\n" for name, text in values["definitions"].items())
+    return f"{title(values)}\n\n{table}\n{notes}"
+
+
+def plot(arms: list[Arm], values: dict, path: Path) -> Path | None:
+    """n-alpha by depth and tau by N, an arm a line; None when nothing was accepted or missed."""
+    lines = {}
+    for arm in arms:
+        row = values["arms"][arm.name]
+        intervals = {"alpha_by_depth": row["alpha_by_depth_interval"]}
+        lines[arm.name] = row | {"depth": values["depth"], "intervals": intervals}
+    return plot_summary(lines, title(values), path)
+
+
 def compare(cfg) -> Outcome:
-    """python -m eval.compare: see the module. Writes comparison.json, comparison.md and a plot."""
-    if not cfg.runs or isinstance(cfg.runs, str) or len(cfg.runs) < 2:
-        raise UserError("give two runs or more to compare: python -m eval.compare runs=[DIR,DIR]")
-    names = list(cfg.names or [Path(run).name for run in cfg.runs])
-    if len(names) != len(cfg.runs):
-        raise UserError(f"expected a name for each of {len(cfg.runs)} runs, found {len(names)} names")
-    arms = read_arms([str(run) for run in cfg.runs], [str(name) for name in names])
-    rows = {arm.name: arm_row(arm, arms[0]) for arm in arms}
-    folder = Path(cfg.out) if cfg.out else Path("outputs") / f"comparison-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    """cfg: conf.schema.CompareCommandConf. Writes comparison.json, comparison.md and comparison.png."""
+    runs = [str(run) for run in ([cfg.runs] if isinstance(cfg.runs, str) else cfg.runs or [])]
+    if len(runs) < 2:
+        raise UserError(f"expected two runs or more, found {len(runs)}: python -m eval.compare runs=[DIR,DIR]")
+    labels = report._labels([Path(run) for run in runs])
+    names = [str(name) for name in ([cfg.names] if isinstance(cfg.names, str) else cfg.names or labels)]
+    if len(names) != len(runs):
+        raise UserError(f"expected a name for each of {len(runs)} runs, found {len(names)} names: {' '.join(names)}")
+    base = names[0] if cfg.base is None else dict(zip(runs, names, strict=True)).get(str(cfg.base), str(cfg.base))
+    if base not in names:
+        raise UserError(f"expected base to be one of the runs or names, found {base}: choose from {', '.join(names)}")
+    arms = read_arms(runs, names)
+    values = comparison(arms, next(arm for arm in arms if arm.name == base))
+    folder = Path(cfg.out) if cfg.out else Path("outputs", f"comparison-{datetime.now():%Y-%m-%d_%H-%M-%S}")
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"base": arms[0].name, "prompts": len(arms[0].by_prompt), "arms": rows}
     write_json(folder / "comparison.json", values)
-    (folder / "comparison.md").write_text(markdown(rows))
-    plot_alpha_by_depth({arm.name: arm.runs[0] for arm in arms}, folder / "alpha_by_depth.png")
-    table = Table(title=f"{len(arms[0].by_prompt)} prompts, differences to {arms[0].name}")
-    for column in COLUMNS:
+    (folder / "comparison.md").write_text(markdown(values))
+    plot(arms, values, folder / "comparison.png")
+    table = Table(title=title(values))
+    for column in columns(base):
         table.add_column(column)
-    for line in table_rows(rows):
+    for line in table_rows(values):
         table.add_row(*line)
     Console(stderr=cfg.json).print(table)
-    return Outcome(folder / "comparison.md", values)
+    return Outcome(folder / "comparison.md", values | {"comparison_json": str(folder / "comparison.json")})
 
 
 if __name__ == "__main__":
-    compare()
+    main("compare")(compare)()

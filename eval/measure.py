@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -25,6 +25,7 @@ from eval.theory import Times
 log = logging.getLogger(__name__)
 WIDTHS = (1, 2, 4, 8, 16)  # rows of the verify calls that are timed
 LINE_PROMPTS, LINE_SECONDS = 10, 30  # between two lines of progress where there is no terminal
+TIMED_TOKENS = 24  # of the one text that a replay times its verify calls on
 TIE = 1e-3  # top two logits closer than this are a numerical tie
 
 
@@ -103,14 +104,16 @@ def replay_prompts(
     return runs
 
 
-def replay_times(verifier, runs: Sequence[PromptRun], depth: int) -> Times | None:
-    """Median seconds of a round's parts: drafts as they were replayed, verify calls timed on the longest prompt."""
+def replay_times(verifier, drafter: Drafter, runs: Sequence[PromptRun], settings: EvalSettings) -> Times | None:
+    """As `measure_times`: drafts as they were replayed, the rest from the loop on a piece of the longest prompt."""
     first, later = _draft_seconds(r for run in runs for r in run.speculative.rounds)
     if not first:
         return None
-    longest = max(runs, key=lambda run: len(run.prompt.input_ids))
-    by_width = time_verify(verifier, list(longest.prompt.input_ids), sorted({*WIDTHS, depth + 1}))
-    return Times(by_width[1], by_width, median(first), median(later) if later else median(first), 0.0)
+    longest = max(runs, key=lambda run: (bool(run.speculative.rounds), len(run.prompt.input_ids))).prompt
+    settings = replace(settings, max_new_tokens=min(TIMED_TOKENS, settings.max_new_tokens))
+    _run_one(verifier, drafter, longest, settings, 0, warm_up=True)
+    times = measure_times(verifier, [_run_one(verifier, drafter, longest, settings, 0)], settings.depth)
+    return times and replace(times, draft_first=median(first), draft=median(later) if later else median(first))
 
 
 def _draft_seconds(rounds: Iterable[Round]) -> tuple[list[float], list[float]]:
@@ -245,7 +248,8 @@ def _bar(total: int, show: bool) -> Iterator[Callable[[list[PromptRun]], None]]:
             nonlocal last_line
             tokens, seconds = decode_rate(run.speculative for run in runs)
             tau, speed = pool(run.counts for run in runs).tau, ratio(tokens, seconds)
-            note = f"prompts, tau {tau:.3f}, {speed:.1f} tokens/s" if tau and speed else "prompts"
+            note = f"prompts, tau {tau:.3f}" if tau else "prompts"
+            note += f", {speed:.1f} tokens/s" if speed else ""
             bar.update(task, completed=len(runs), rate=note)
             done, now = len(runs), time.monotonic()
             if bar.disable and (done - last_line[0] >= LINE_PROMPTS or now - last_line[1] >= LINE_SECONDS):

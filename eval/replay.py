@@ -2,24 +2,28 @@
 
 At temperature 0 the loop's text is the verifier's own, whoever drafts. So the text is recorded once, and each drafter
 is then led along it: it drafts, what equals the text is accepted, and it is handed the states of the rows that a verify
-call would have accepted. tau and n-alpha are the loop's, up to numerical ties; the verifier's times are not in it.
+call would have accepted. tau and n-alpha are the loop's, up to numerical ties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from conf.paths import cache_dir
-from data.files import key_of, read_json, write_json
-from data.progress import progress_bar
+from data.files import key_of, only_writer, read_json, replacing, write_json
+from data.generate import Generation, Request, generate
+from data.progress import Meter
 from eval.prompts import Prompt
 from eval.speculative.drafter import Drafter, Features
 from eval.speculative.loop import Decoded, Round, cut
 
-BATCH = 64  # prompts whose text is written at once
+BATCH = 64  # texts written at once
 
 
 @dataclass(frozen=True)
@@ -33,65 +37,110 @@ class Recording:
 
 
 def record(verifier, prompts: Sequence[Prompt], max_new_tokens: int, depth: int) -> list[Recording]:
-    """The verifier's greedy text of each prompt and `depth` + 1 tokens past its end, from the cache if it is there.
+    """The verifier's greedy text of each prompt, from the cache where it is there, and `depth` + 1 tokens past its end.
 
-    Written in one batch, whose sums have another order than a single row's: near a tie it may be another greedy text
-    than `plain_decode` gives.
+    The loop drafts and tests whole drafts even where the text is cut inside one, so the last round asks what the
+    verifier says behind an end-of-turn token or the length: up to `depth` drafts and its own token.
+    Written in batches, whose sums have another order than a single row's: near a tie it may be another greedy text
+    than `plain_decode` gives. Texts are kept, so every drafter meets the same.
     """
-    settings = {
-        "verifier": verifier.weights_hash,
-        "tokenizer": verifier.tokenizer_hash,
-        "dtype": str(verifier.dtype),
-        "prompts": [list(prompt.input_ids) for prompt in prompts],
-        "tokens": max_new_tokens + depth + 1,
-    }
-    file = cache_dir("recordings") / f"{key_of(settings)[:16]}.json"
-    texts = read_json(file).get("texts")
-    if texts is None:
-        texts = []
-        with progress_bar() as bar:
-            task = bar.add_task("verifier's text", total=len(prompts), rate="")
-            for first in range(0, len(prompts), BATCH):
-                some = prompts[first : first + BATCH]
-                texts += greedy_texts(verifier, [list(p.input_ids) for p in some], settings["tokens"])
-                bar.update(task, advance=len(some))
-        write_json(file, {"name": verifier.name, "texts": texts})
+    folder, spare = _folder(verifier), depth + 1
+    with only_writer(folder):
+        files = [_text_file(folder, prompt, max_new_tokens) for prompt in prompts]
+        missing = {file: prompt for file, prompt in zip(files, prompts, strict=True) if _spare(file) < spare}
+
+        def keep(index: int, text: list[int]) -> None:
+            write_json(list(missing)[index], {"verifier": verifier.name, "spare": spare, "tokens": text})
+
+        write_greedily(verifier, [list(p.input_ids) for p in missing.values()], max_new_tokens, spare, keep)
+        texts = [read_json(file)["tokens"] for file in files]
     recordings = []
     for prompt, text in zip(prompts, texts, strict=True):
         handed_out, finish = cut(text, verifier.eos_ids, max_new_tokens)
-        recordings.append(Recording(prompt, tuple(text[: len(handed_out) + depth + 1]), len(handed_out), finish))
+        recordings.append(Recording(prompt, tuple(text[: len(handed_out) + spare]), len(handed_out), finish))
     return recordings
 
 
-@torch.no_grad()
-def greedy_texts(verifier, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-    """`tokens` greedy tokens after each prompt, end-of-turn or not, all prompts in one batch."""
-    cache = verifier.new_cache(len(prompts), max(map(len, prompts)) + tokens)
-    cache.length_B = []
-    last_B = []
-    for row, ids in enumerate(prompts):
-        alone = verifier.new_cache(1, len(ids))
-        prompt_1T = torch.tensor([ids], device=verifier.device)
-        last_B.append(verifier.decode(alone, prompt_1T, logits="last", capture=False).logits[0].argmax(-1))
-        cache.place(row, alone)
-    chosen = [torch.stack(last_B)]
-    for _ in range(tokens - 1):
-        decoded = verifier.decode(cache, chosen[-1][:, None], logits="last", capture=False)
-        chosen.append(decoded.logits.argmax(-1))
-    return torch.stack(chosen, dim=1).tolist()
+def write_greedily(
+    verifier, prompts: Sequence[list[int]], max_new_tokens: int, spare: int, done: Callable[[int, list[int]], None]
+) -> None:
+    """Greedy tokens after each prompt until an end-of-turn token or the length, and `spare` or more past that end.
+
+    done: told the index of each prompt and its text, as soon as there is one.
+    """
+    if not prompts:
+        return
+    begun: dict[str, list[int]] = {}
+
+    def go_on(written: Generation) -> Request | None:
+        """Past an end-of-turn token."""
+        begun[written.id] = written.output_ids
+        if written.finish_reason == "stop":
+            return Request(written.id, written.output_ids[-1:], spare, stop_ids=frozenset())
+        done(int(written.id), written.output_ids)
+        return None
+
+    longest = max_new_tokens + spare
+    rest = generate(
+        verifier,
+        [Request(str(index), ids, then=go_on) for index, ids in enumerate(prompts)],
+        max_new_tokens=longest,
+        batch_size=min(BATCH, len(prompts)),
+        capacity=max(map(len, prompts)) + longest + spare,
+        meter=Meter("verifier's text", len(prompts), lambda: (len(begun), f"{len(begun)} of {len(prompts)} texts")),
+    )
+    for spares in rest:
+        done(int(spares.id), begun[spares.id] + spares.output_ids)
 
 
 @torch.no_grad()
 def states_of(verifier, recording: Recording) -> Features:
-    """The verifier's states at every row of prompt and text."""
-    ids_1T = torch.tensor([[*recording.prompt.input_ids, *recording.tokens]])
-    captured = verifier.capture(ids_1T, torch.zeros_like(ids_1T), torch.arange(ids_1T.shape[1])[None])
-    return Features(captured.aux_BTAD[0], captured.last_BTD[0])
+    """The verifier's states at every row of prompt and text: one forward, or none where they are in the cache.
+
+    They are kept for each choice of captured layers, unless they would fill the disk.
+    """
+    ids, folder = [*recording.prompt.input_ids, *recording.tokens], _folder(verifier)
+    layers = list(verifier.aux_layers)
+    file = folder / f"{key_of({'ids': ids, 'aux_layers': layers})[:16]}.safetensors"
+    if file.is_file():
+        states = load_file(file, device=str(verifier.device))
+        return Features(states["aux"], states["last"])
+    ids_1T = torch.tensor([ids])
+    captured = verifier.capture(ids_1T, torch.zeros_like(ids_1T), torch.arange(len(ids))[None])
+    states = Features(captured.aux_BTAD[0].clone(), captured.last_BTD[0].clone())
+    if 2 * (states.aux_TAD.nbytes + states.last_TD.nbytes) < shutil.disk_usage(folder).free:
+        with replacing(file) as temporary:
+            save_file({"aux": states.aux_TAD, "last": states.last_TD}, temporary)
+    return states
+
+
+def _folder(verifier) -> Path:
+    """Where this verifier's recordings are kept."""
+    settings = {
+        "verifier": verifier.weights_hash,
+        "tokenizer": verifier.tokenizer_hash,
+        "eos_ids": sorted(verifier.eos_ids),
+        "dtype": str(verifier.dtype),
+    }
+    return cache_dir("recordings", key_of(settings)[:16])
+
+
+def _text_file(folder: Path, prompt: Prompt, max_new_tokens: int) -> Path:
+    return folder / f"{key_of({'prompt': list(prompt.input_ids), 'max_new_tokens': max_new_tokens})[:16]}.json"
+
+
+def _spare(file: Path) -> int:
+    """How many tokens past its end the kept text has; 0 without one."""
+    return read_json(file).get("spare", 0)
 
 
 def replay(drafter: Drafter, recording: Recording, states: Features, depth: int, seed: int = 0) -> Decoded:
-    """The rounds that `speculate` would have had at temperature 0, with this drafter and this text."""
+    """The rounds that `speculate` would have had at temperature 0, with this drafter and this text.
+
+    Of the times, only those of the drafts are there.
+    """
     prompt, text, rows = list(recording.prompt.input_ids), list(recording.tokens), len(recording.prompt.input_ids)
+    assert len(text) > recording.length + depth, "the recording is too short for drafts of this depth"
 
     def between(start: int, stop: int) -> Features:
         return Features(states.aux_TAD[start:stop], states.last_TD[start:stop])
@@ -109,17 +158,14 @@ def replay(drafter: Drafter, recording: Recording, states: Features, depth: int,
         done = rows + emitted - 1  # rows that the verifier had processed
         drafter.accepted(new, between(done, done + len(new)))
         emitted += len(new)
-        spent = (draft.first_seconds or 0.0) + (draft.step_seconds or 0.0) * max(0, len(drafted) - 1)
         rounds.append(
             Round(
                 tuple(drafted),
                 draft.depth,
                 accepted,
                 tuple(new),
-                draft_seconds=spent,
                 draft_first_seconds=draft.first_seconds,
                 draft_step_seconds=draft.step_seconds,
-                seconds=spent,
             )
         )
-    return Decoded(text[: recording.length], recording.finish, 0.0, sum(r.seconds for r in rounds), rounds=rounds)
+    return Decoded(text[: recording.length], recording.finish, 0.0, 0.0, rounds=rounds)

@@ -22,9 +22,10 @@ def headline_rows(values: dict) -> list[tuple[str, str, str]]:
     identical = {True: "yes", False: "NO", None: "-"}[values["identical_to_baseline"]]
     machine = f"{values['dtype']}, {values['threads']} threads, {values['device']}"
     return [
+        ("measured by", values.get("measured", "loop"), machine),
         ("tau", number(values["tau"]), span(values["intervals"]["tau"])),
         ("alpha", number(values["alpha"]), span(values["intervals"]["alpha"])),
-        ("speed-up", number(values["speedup"], 2), machine),
+        ("speed-up", number(values["speedup"], 2), "over the verifier alone"),
         ("tokens per second", number(values["tokens_per_second"], 1), "speculative"),
         ("", number(values["baseline_tokens_per_second"], 1), "verifier alone"),
         ("identical to baseline", identical, f"{ties} at ties, {differences} others" if ties or differences else ""),

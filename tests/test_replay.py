@@ -1,26 +1,39 @@
-"""Replaying a drafter on recorded text gives the loop's own rounds."""
+"""Replaying a drafter on recorded text gives the loop's own rounds, and what is recorded is kept."""
+
+from collections import namedtuple
 
 import pytest
 import torch
 
 from conf.errors import UserError
+from eval import replay as module
 from eval.alpha import evaluate
+from eval.counts import Counts
 from eval.measure import EvalSettings
 from eval.prompts import Prompt
-from eval.replay import greedy_texts, record, replay, states_of
-from eval.speculative.drafter import HeadDrafter, PromptLookup
+from eval.replay import record, replay, states_of
+from eval.speculative.drafter import Draft, HeadDrafter, MedusaDrafter, ModelDrafter, PromptLookup
 from eval.speculative.loop import plain_decode, speculative_decode
 from eval.speculative.processors import Sampling
+from eval.tables import headline_rows
+from models.draft_model import DraftModel
+from models.heads.medusa import MedusaConfig, MedusaHead
+from models.vocab import DraftVocab
 from tiny import tiny_verifier
 from toy_head import head_of
 
 GREEDY = Sampling()
-LENGTH, DEPTH = 24, 3
+LENGTH, DEPTH = 24, 4
+LAYERS = {"head": None, "medusa": [-1], "model": [], "lookup": []}  # what each drafter reads
+
+
+def verifier_with(aux_layers=None, seed=0):
+    return tiny_verifier(layers=7, hidden=32, dtype=torch.float64, aux_layers=aux_layers, seed=seed)
 
 
 @pytest.fixture(scope="module")
-def verifier():
-    return tiny_verifier(dtype=torch.float64)
+def verifiers():
+    return {name: verifier_with(layers) for name, layers in LAYERS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -29,51 +42,176 @@ def prompts():
     return [Prompt(str(n), "toy", tuple(torch.randint(3, 300, (n,), generator=generator).tolist())) for n in (4, 9, 6)]
 
 
-def drafters(verifier):
-    return {"head": HeadDrafter(head_of(verifier).double(), GREEDY), "lookup": PromptLookup()}
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("EYRIE_CACHE", str(tmp_path))
+    return tmp_path / "recordings"
 
 
-@pytest.mark.parametrize("name", ["head", "lookup"])
+def drafter_of(name, verifier):
+    torch.manual_seed(1)
+    if name == "head":
+        return HeadDrafter(head_of(verifier).double(), GREEDY)
+    if name == "medusa":  # with fewer heads than the depth
+        vocab = DraftVocab(torch.arange(0, 512, 2), 512)
+        config = MedusaConfig.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab), heads=2)
+        return MedusaDrafter(MedusaHead(config, vocab).double(), GREEDY)
+    if name == "model":
+        return ModelDrafter(DraftModel(verifier_with([], seed=1), verifier), GREEDY, "cpu")
+    return PromptLookup()
+
+
+class Helped:
+    """Drafts as `inner` does, but the first n of each draft are what the text says, n taking turns."""
+
+    def __init__(self, inner, text):
+        self.inner, self.text, self.ids_R = inner, text, inner.ids_R
+
+    def start(self, *args):
+        self.at, self.turn = 1, 0
+        self.inner.start(*args)
+
+    def draft(self, depth, generator):
+        tokens_N = self.inner.draft(depth, generator).tokens_N.clone()
+        right = self.turn % (len(tokens_N) + 1)
+        tokens_N[:right] = torch.tensor(self.text[self.at : self.at + right])
+        self.turn += 1
+        return Draft(tokens_N)
+
+    def accepted(self, tokens, features):
+        self.at += len(tokens)
+        self.inner.accepted(tokens, features)
+
+
+def counted(decoded):
+    counts = Counts()
+    for call in decoded.rounds:
+        counts.add(call)
+    return counts
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["by length", "by end-of-turn"])
-def test_rounds_are_the_loops(verifier, prompts, name, ends, monkeypatch):
-    """Token for token and draft for draft, where the text is cut by its length and where it ends of itself."""
-    if ends:  # whatever the text says at its tenth token ends it
-        text = plain_decode(verifier, list(prompts[0].input_ids), max_new_tokens=LENGTH, sampling=GREEDY).tokens
-        monkeypatch.setattr(verifier, "eos_ids", (text[10],))
-    accepted = 0
+@pytest.mark.parametrize("name", LAYERS)
+def test_rounds_are_the_loops(verifiers, prompts, name, ends, monkeypatch):
+    """Draft for draft, so the states that a drafter is handed are the loop's too; and with accepted drafts of each
+    number, up to and across the end of the text.
+    """
+    verifier = verifiers[name]
+    first, second = (
+        plain_decode(verifier, list(prompt.input_ids), max_new_tokens=LENGTH, sampling=GREEDY).tokens
+        for prompt in prompts[:2]
+    )
+    if ends:  # one text ends at its eleventh token or before, another at its first
+        monkeypatch.setattr(verifier, "eos_ids", (first[10], second[0]))
+    accepted, finishes = set(), set()
+    inner = drafter_of(name, verifier)
     for recording in record(verifier, prompts, LENGTH, DEPTH):
-        drafter, ids = drafters(verifier)[name], list(recording.prompt.input_ids)
-        looped = speculative_decode(verifier, drafter, ids, max_new_tokens=LENGTH, depth=DEPTH, sampling=GREEDY)
-        replayed = replay(drafter, recording, states_of(verifier, recording), DEPTH)
-        assert (replayed.tokens, replayed.finish) == (looped.tokens, looped.finish)
-        for ours, theirs in zip(replayed.rounds, looped.rounds, strict=True):
-            assert (ours.drafted, ours.accepted, ours.emitted) == (theirs.drafted, theirs.accepted, theirs.emitted)
-        accepted += sum(r.accepted for r in replayed.rounds)
-    assert accepted or name == "head"  # a random model repeats itself, so prompt lookup hits
+        for drafter in (inner, Helped(inner, recording.tokens)):
+            ids, states = list(recording.prompt.input_ids), states_of(verifier, recording)
+            looped = speculative_decode(verifier, drafter, ids, max_new_tokens=LENGTH, depth=DEPTH, sampling=GREEDY)
+            replayed = replay(drafter, recording, states, DEPTH)
+            assert (replayed.tokens, replayed.finish) == (looped.tokens, looped.finish)
+            assert [(r.drafted, r.depth, r.accepted, r.emitted) for r in replayed.rounds] == [
+                (r.drafted, r.depth, r.accepted, r.emitted) for r in looped.rounds
+            ]
+            assert counted(replayed) == counted(looped)
+            accepted |= {r.accepted for r in looped.rounds}
+            finishes.add((looped.finish, len(looped.rounds) == 0))
+    assert accepted >= set(range(3 if name == "medusa" else DEPTH + 1))
+    assert finishes >= ({("stop", True), ("stop", False)} if ends else {("length", False)})
 
 
-def test_texts_of_a_batch_are_those_of_single_prompts(verifier, prompts):
-    texts = greedy_texts(verifier, [list(p.input_ids) for p in prompts], LENGTH)
-    for prompt, text in zip(prompts, texts, strict=True):
-        plain = plain_decode(verifier, list(prompt.input_ids), max_new_tokens=LENGTH, sampling=GREEDY).tokens
-        assert text[: len(plain)] == plain and len(text) == LENGTH
+def test_texts_are_plain_decodings_and_go_on_behind_their_end(verifiers, prompts, monkeypatch, fresh_cache):
+    verifier = verifiers["head"]
+    ids = list(prompts[0].input_ids)
+    whole = plain_decode(verifier, ids, max_new_tokens=LENGTH + DEPTH + 1, sampling=GREEDY).tokens
+    recording = record(verifier, prompts, LENGTH, DEPTH)[0]
+    assert (list(recording.tokens), recording.length, recording.finish) == (whole, LENGTH, "length")
+    end = whole[10]
+    at = whole.index(end)
+    monkeypatch.setattr(verifier, "eos_ids", (end,))
+    recording = record(verifier, prompts, LENGTH, DEPTH)[0]
+    assert (recording.length, recording.finish) == (at + 1, "stop")
+    assert list(recording.tokens) == whole[: at + 1 + DEPTH + 1]
 
 
-def test_a_recording_is_read_back(verifier, prompts, monkeypatch):
-    first = record(verifier, prompts, LENGTH, DEPTH)
-    monkeypatch.setattr("eval.replay.greedy_texts", None)
-    assert record(verifier, prompts, LENGTH, DEPTH) == first
+def test_a_text_is_written_once_for_all_heads(verifiers, prompts, monkeypatch, fresh_cache):
+    first = record(verifiers["head"], prompts, LENGTH, DEPTH)
+    monkeypatch.setattr(module, "generate", None)
+    assert record(verifiers["medusa"], prompts[::-1], LENGTH, DEPTH) == first[::-1]
+    shallower = record(verifiers["head"], prompts, LENGTH, DEPTH - 1)
+    assert [r.tokens for r in shallower] == [r.tokens[:-1] for r in first]
+    for other in ((LENGTH, DEPTH + 1), (LENGTH + 1, DEPTH)):
+        with pytest.raises(TypeError):  # not there, so it would be written
+            record(verifiers["head"], prompts, *other)
+    with pytest.raises(TypeError):
+        record(verifier_with(seed=1), prompts, LENGTH, DEPTH)
 
 
-def test_the_report_says_how_it_was_measured(verifier, prompts):
-    settings = EvalSettings(depth=DEPTH, max_new_tokens=LENGTH, replay=True)
-    report = evaluate(verifier, lambda: drafters(verifier)["head"], prompts, settings, progress=False)
-    looped = EvalSettings(depth=DEPTH, max_new_tokens=LENGTH)
-    loop = evaluate(verifier, lambda: drafters(verifier)["head"], prompts, looped, progress=False)
-    assert (report.measured, loop.measured) == ("replay", "loop")
-    assert report.tau == loop.tau and report.tested_by_depth == loop.tested_by_depth
-    assert report.speedup is report.tokens_per_second is report.identical_to_baseline is None
-    assert report.cost_ratio > 0 and report.predicted["n_star"] >= 0
+def test_what_was_written_before_an_interruption_is_kept(verifiers, prompts, monkeypatch, fresh_cache):
+    verifier, kept = verifiers["head"], []
+
+    def write(path, value):
+        if kept:
+            raise KeyboardInterrupt
+        kept.append(path)
+        whole(path, value)
+
+    whole = module.write_json
+    monkeypatch.setattr(module, "write_json", write)
+    with pytest.raises(KeyboardInterrupt):
+        record(verifier, prompts, LENGTH, DEPTH)
+    written = []
+    monkeypatch.setattr(module, "write_json", lambda path, value: (written.append(path), whole(path, value)))
+    assert len(record(verifier, prompts, LENGTH, DEPTH)) == 3
+    assert len(written) == 2 and kept[0] not in written
+
+
+def test_states_are_kept_for_each_choice_of_layers(verifiers, prompts, monkeypatch, fresh_cache):
+    recording = record(verifiers["head"], prompts, LENGTH, DEPTH)[0]
+    rows = len(recording.prompt.input_ids) + len(recording.tokens)
+    for name, layers in (("head", 3), ("medusa", 1), ("model", 0)):
+        states = states_of(verifiers[name], recording)
+        assert states.aux_TAD.shape == (rows, layers, 32) and states.last_TD.shape == (rows, 32)
+        with monkeypatch.context() as patch:
+            patch.setattr(verifiers[name], "capture", None)
+            again = states_of(verifiers[name], recording)
+        assert torch.equal(again.aux_TAD, states.aux_TAD) and torch.equal(again.last_TD, states.last_TD)
+        assert again.aux_TAD.dtype == torch.float64
+    assert len(list(fresh_cache.glob("*/*.safetensors"))) == 3
+
+
+def test_states_that_would_fill_the_disk_are_not_kept(verifiers, prompts, monkeypatch, fresh_cache):
+    recording = record(verifiers["head"], prompts, LENGTH, DEPTH)[0]
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1000))
+    assert states_of(verifiers["head"], recording).last_TD.shape[1] == 32
+    assert not list(fresh_cache.glob("*/*.safetensors"))
+
+
+def test_the_report_says_how_it_was_measured(verifiers, prompts):
+    verifier = verifiers["head"]
+    settings = [EvalSettings(depth=2, max_new_tokens=12, replay=replay) for replay in (True, False)]
+    replayed, looped = (
+        evaluate(verifier, lambda: drafter_of("head", verifier), prompts, each, progress=False) for each in settings
+    )
+    assert (replayed.measured, looped.measured) == ("replay", "loop")
+    assert ("measured by", "replay") in [row[:2] for row in headline_rows(replayed.to_dict())]
+    for name in ("tau", "tested_by_depth", "accepted_by_depth", "drafted", "repetition_rate", "prompt_lookup_tau",
+                 "out_of_vocab_rate", "samples", "intervals"):  # fmt: skip
+        assert getattr(replayed, name) == getattr(looped, name), name
+    assert replayed.speedup is replayed.tokens_per_second is replayed.identical_to_baseline is None
+    assert {row["seconds"] for row in replayed.prompts} == {None}
+    assert set(replayed.times["t_verify"]) == set(looped.times["t_verify"])
+    assert min(replayed.times[name] for name in ("t_decode", "t_draft_first", "t_draft")) > 0
+    assert replayed.cost_ratio == replayed.times["t_draft"] / replayed.times["t_verify"]["3"]
+    assert replayed.predicted["n_star"] >= 0
+
+
+def test_prompt_lookup_has_no_times_to_report(verifiers, prompts):
+    settings = EvalSettings(depth=2, max_new_tokens=12, replay=True)
+    report = evaluate(verifiers["lookup"], PromptLookup, prompts, settings, progress=False)
+    assert report.verify_calls > 0 and report.times is report.cost_ratio is report.predicted is None
 
 
 def test_only_greedy_text_can_be_replayed():

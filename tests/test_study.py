@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 
-from conf.cli import Outcome, load
+from conf.cli import load
 from conf.errors import UserError
 from eval.counts import Counts
 from eval.exposure import Exposure
@@ -20,7 +20,7 @@ from tiny import tiny_model, tiny_tokenizer
 from train.fit import fit
 from train.ledger import Ledger
 from train.main import Job, train
-from train.study import begin, runs_of, study_rows, train_arms
+from train.study import Run, begin, runs_of, study_rows, train_arms
 
 # --- the record -----------------------------------------------------------------------------------------------
 
@@ -160,13 +160,22 @@ def words(tmp_path_factory):
     ]
 
 
-def started(words, tmp_path, *extra):
-    """(job, runs) of a fresh study in `tmp_path`."""
-    words = [*words, *extra]
-    cfg = load("train", words)
-    runs = runs_of(cfg, tmp_path, words)
+@pytest.fixture(scope="module")
+def base(words):
+    return load("train", words)
+
+
+def study_of(base, folder, arms=((1, "given"), (7, "given")), **changes):
+    """(job, runs) of a fresh study in `folder`; arms: of each, K and what its later steps read."""
+    trainer = {name: changes.pop(name) for name in ("max_steps",) if name in changes}
+    trainer |= {"minutes": changes.pop("trainer_minutes", None)}
+    cfg = replace(base, trainer=replace(base.trainer, **trainer), **changes)
+    runs = []
+    for K, tokens in arms:
+        own = replace(cfg, head=replace(cfg.head, ttt_steps=K), objective=replace(cfg.objective, tokens=tokens))
+        runs.append(Run("ttt", own, folder / f"{K}-{tokens}"))
     begin(runs)
-    return Job(cfg, tmp_path, 0, 1, Ledger()), runs
+    return Job(cfg, folder, 0, 1, Ledger()), runs
 
 
 def pretend(job, runs, steps=9):
@@ -181,9 +190,12 @@ def pretend(job, runs, steps=9):
 
 
 def test_arms_share_all_but_their_own_settings(words, tmp_path):
-    job, runs = started(words, tmp_path, "study.seeds=[3,4]", "seed=8")
+    words = [*words, "study.seeds=[3,4]", "seed=8"]
+    cfg = load("train", words)
+    runs = runs_of(cfg, tmp_path, words)
+    job = Job(cfg, tmp_path, 0, 1, Ledger())
     assert [run.folder.name for run in runs] == ["no_ttt-seed3", "no_ttt-seed4", "ttt-seed3", "ttt-seed4"]
-    assert [run.cfg.head.ttt_steps for run in runs] == [1, 1, 7, 7] and job.cfg.decode.depth == 8
+    assert [run.cfg.head.ttt_steps for run in runs] == [1, 1, 7, 7] and cfg.decode.depth == 8
     assert [run.cfg.seed for run in runs] == [3, 4, 3, 4] and {run.cfg.data.seed for run in runs} == {8}
     first = replace(runs[0].cfg, head=runs[2].cfg.head)
     assert first == runs[2].cfg
@@ -193,33 +205,38 @@ def test_arms_share_all_but_their_own_settings(words, tmp_path):
     assert record["seed"] == 8
 
 
-def test_a_clock_is_dealt_out_and_the_dearest_arm_sets_the_steps(words, tmp_path):
-    clock = ["trainer.max_steps=null", "trainer.minutes=10", "minutes=60", "evaluation.minutes=2"]
-    own = '+study.arms={own:["head.ttt_steps=7","objective.tokens=own"]}'
-    seen, _ = pretend(*started(words, tmp_path / "a", *clock, own))
+def test_a_clock_is_dealt_out_and_the_dearest_arm_sets_the_steps(base, tmp_path):
+    clock = {"max_steps": None, "trainer_minutes": 10.0, "minutes": 60.0}
+    arms = ((1, "given"), (7, "given"), (7, "own"))
+    seen, _ = pretend(*study_of(base, tmp_path / "a", arms, **clock))
     assert [(cfg.head.ttt_steps, cfg.objective.tokens) for cfg in seen] == [(7, "own"), (7, "given"), (1, "given")]
     assert seen[0].trainer.minutes == pytest.approx(10 * 16 / 26) and seen[0].minutes is None
     assert [(cfg.trainer.max_steps, cfg.trainer.minutes) for cfg in seen[1:]] == [(9, None)] * 2
-    seen, _ = pretend(*started(words, tmp_path / "b", *clock, "study.equal=minutes"))
+    minutes = replace(base.study, equal="minutes")
+    seen, _ = pretend(*study_of(base, tmp_path / "b", **clock, study=minutes))
     assert [(cfg.trainer.max_steps, cfg.trainer.minutes) for cfg in seen] == [(None, 5.0)] * 2
     assert not any(cfg.study.arms for cfg in seen)  # each of them is an ordinary run
-    rows = dict(study_rows(load("train", [*words, *clock])))
-    assert rows["study"].startswith("2 arms, one after another, all for the steps of the dearest. no_ttt: head.ttt_")
-    assert (
-        "equal minutes, so not equal steps" in study_rows(load("train", [*words, *clock, "study.equal=minutes"]))[0][1]
-    )
 
 
-def test_arms_that_are_finished_are_kept(words, tmp_path):
-    job, runs = started(words, tmp_path)
+def test_what_the_plan_says(base):
+    assert study_rows(base) == [("study", "2 arms, one after another. no_ttt: head.ttt_steps=1; ttt: head.ttt_steps=7")]
+    clock = replace(base, minutes=9.0)
+    ((_, line),) = study_rows(clock)
+    assert line.startswith("2 arms, one after another, all for the steps of the dearest. no_ttt: head.ttt_steps=1")
+    ((_, line),) = study_rows(replace(clock, study=replace(base.study, equal="minutes", seeds=[1, 2])))
+    assert line.startswith("2 arms x 2 seeds, one after another, equal minutes, so not equal steps")
+
+
+def test_arms_that_are_finished_are_kept(base, tmp_path):
+    job, runs = study_of(base, tmp_path)
     runs[1].folder.joinpath("provenance.json").write_text(json.dumps({"training": {"steps": 5, "seconds": 1.0}}))
     seen, record = pretend(job, runs)
     assert [cfg.head.ttt_steps for cfg in seen] == [1] and seen[0].trainer.max_steps == 5
-    assert record["training"]["ttt"] == {"steps": 5, "seconds": 1.0}
+    assert record["training"]["7-given"] == {"steps": 5, "seconds": 1.0}
 
 
-def test_ctrl_c_names_the_study(words, tmp_path):
-    job, runs = started(words, tmp_path)
+def test_ctrl_c_names_the_study(base, tmp_path):
+    job, runs = study_of(base, tmp_path)
 
     def interrupted(one):
         raise KeyboardInterrupt("continue with: python -m train resume=somewhere/ttt")
@@ -246,35 +263,52 @@ def call(monkeypatch, capsys, words):
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("setting", "message"),
     [
-        ('study.arms={ttt:["head.tt_steps=7"]}', "study arm ttt: train has no setting 'head.tt_steps'"),
-        ('study.arms={ttt:["head.ttt_steps=0"]}', "study arm ttt: head.ttt_steps must be 1 or more"),
-        ('study.arms={ttt:["head.ttt_steps=x"]}', "study arm ttt: head.ttt_steps"),
-        (
-            'study.arms={ttt:["data.max_length=9"]}',
-            "study arm ttt: arms share everything but head, objective and optim",
-        ),
-        ('study.arms={ttt:["head=medusa"]}', "eagle1 or eagle3, found medusa"),
-        ('study.arms={ttt:["head=eagle1"]}', "reads other states than eagle3"),
-        ("+study.arms={a b:[]}", "names a folder"),
-        ("study.seeds=[1,1]", "different numbers"),
-        ("study.seeds=[]", "different numbers"),
-        ("study.equal=tokens", "steps or minutes"),
-        ("decode.temperature=1", "leave decode.temperature at 0"),
+        ("head.ttt_steps=0", "head.ttt_steps must be 1 or more"),
+        ("head.ttt_steps=x", "head.ttt_steps"),
+        ("data.max_length=9", "arms share everything but head, objective and optim, found another data"),
+        ("head=medusa", "eagle1 or eagle3, found medusa"),
+        ("head=eagle1", "reads other states than eagle3"),
     ],
 )
-def test_mistakes_end_at_once_in_one_line(words, monkeypatch, capsys, tmp_path, extra, message):
+def test_an_arm_that_cannot_work_is_named(words, base, setting, message):
+    study = replace(base.study, arms=base.study.arms | {"ttt": [setting]})
+    with pytest.raises(UserError, match=f"^study arm ttt: .*{message}"):
+        runs_of(replace(base, study=study), Path("nowhere"), [*words, f'study.arms={{ttt:["{setting}"]}}'])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": [1, 1]}, "different numbers"),
+        ({"seeds": []}, "different numbers"),
+        ({"equal": "tokens"}, "steps or minutes"),
+        ({"arms": {"a/b": []}}, "names a folder"),
+    ],
+)
+def test_a_study_that_cannot_work(words, base, changes, message):
+    with pytest.raises(UserError, match=message):
+        runs_of(replace(base, study=replace(base.study, **changes)), Path("nowhere"), words)
+
+
+def test_only_greedy_studies(words, base):
+    with pytest.raises(UserError, match="leave decode.temperature at 0"):
+        runs_of(replace(base, decode=replace(base.decode, temperature=1.0)), Path("nowhere"), words)
+
+
+def test_a_mistake_ends_at_once_in_one_line(words, monkeypatch, capsys, tmp_path):
     """Before the verifier is loaded, and without a run folder left behind."""
     monkeypatch.setattr("models.verifier.Verifier.load", None)
-    code, _, err = call(monkeypatch, capsys, [*words, f"output_dir={tmp_path}", extra])
-    lines = err.splitlines()
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], err
+    extra = [f"output_dir={tmp_path}", 'study.arms={ttt:["head.tt_steps=7"]}']
+    code, _, err = call(monkeypatch, capsys, [*words, *extra])
+    assert code == 2 and len(err.splitlines()) == 1
+    assert err.startswith("error: study arm ttt: train has no setting 'head.tt_steps'; did you mean head.ttt_steps")
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_resumed_study_without_its_arms(words, tmp_path):
-    cfg = replace(load("train", words), resume=str(tmp_path))
+def test_a_resumed_study_without_its_arms(words, base, tmp_path):
+    cfg = replace(base, resume=str(tmp_path))
     with pytest.raises(UserError, match="study arm no_ttt: expected its settings in .*start the study anew"):
         runs_of(cfg, tmp_path, words)
 
@@ -346,13 +380,10 @@ def test_a_study_that_is_interrupted_and_continued(words, monkeypatch, capsys, t
 
 
 def test_a_sweep_of_studies(words, monkeypatch, capsys, tmp_path):
-    """The arms are composed from each job's own settings."""
-    monkeypatch.setattr("train.study.train_arms", lambda *_: {})
-    monkeypatch.setattr(
-        "train.study.finish_study", lambda job, runs, *_: Outcome(values={"lr": [run.cfg.optim.lr for run in runs]})
-    )
-    monkeypatch.setattr(sys, "argv", ["train", "-m", *words, f"output_dir={tmp_path}", "optim.lr=1e-3,1e-4"])
+    """The arms are composed from each job's own settings, or they would be found to differ from the job's."""
+    sweep = ["-m", *words, f"output_dir={tmp_path}", "trainer.max_steps=1,2", "plan=true"]
+    monkeypatch.setattr(sys, "argv", ["train", *sweep])
     train()
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert lines == [{"lr": [1e-3, 1e-3]}, {"lr": [1e-4, 1e-4]}]
-    assert len(list(tmp_path.glob("ttt_study/*/*/ttt/config.yaml"))) == 2
+    plans = [json.loads(line)["plan"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [re.search(r"(\d) steps =", plan["training"])[1] for plan in plans] == ["1", "2"]
+    assert all(plan["study"].startswith("2 arms") for plan in plans)

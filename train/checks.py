@@ -11,6 +11,7 @@ from data.sources import resolve
 from eval.command import settings_of
 from eval.prompts import read_suite, spaced
 from models import heads
+from models.heads.eagle1 import START
 from models.loading import DTYPES, FILE_DTYPES
 from train.build import STARTS, objective_of
 
@@ -56,6 +57,8 @@ def check_head(cfg: TrainConf) -> None:
         raise UserError(f"head={kind} reads the last hidden state alone: leave verifier.aux_layers unset")
     if kind == "eagle1" and cfg.head.draft_vocab_size is not None:
         raise UserError("head=eagle1 drafts with the verifier's own LM head: leave head.draft_vocab_size unset")
+    if kind == "eagle1" and cfg.head.start == "verifier":
+        raise UserError(START)
     eagle = kind in ("eagle1", "eagle3")
     for name, value, plain in (
         ("objective.feature_weight", cfg.objective.feature_weight, 0),

@@ -36,7 +36,7 @@ def write_export(
     formats = FORMATS.get(stored.config.kind, {})
     if name not in formats:
         there = f"there are: {', '.join(formats)}" if formats else "there are none for it yet"
-        raise UserError(f"no format '{name}' for an {stored.config.kind} head; {there}")
+        raise UserError(f"no format '{name}' for {stored.config.kind} heads; {there}")
     return formats[name](stored, out, dtype, embedding_VD)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from models.heads.eagle import EagleConfig, EagleHead, Layer, Projected, copy_layer, init_weights
+from models.heads.eagle import EagleConfig, EagleHead, Layer, Projected, init_weights
 from models.vocab import DraftVocab
+
+START = "an EAGLE-1 layer has no input norm, so a verifier's layer is no start for it: use head.start=random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +103,11 @@ class Eagle1Head(EagleHead):
     def final(self, out: Tensor) -> Tensor:
         return out
 
-    @torch.no_grad()
-    def start_from_verifier(self, layer_state: dict[str, Tensor]) -> None:
-        """Start from one of the verifier's decoder layers, with fc passing the feature through.
-
-        Raises UserError when names or shapes differ.
-        """
-        copy_layer(self.layer, layer_state)
-        self.fc.weight.zero_()
-        self.fc.weight[:, self.config.hidden_size :].copy_(torch.eye(self.config.hidden_size))
-
     def start(self, verifier, layer: int | None, lm_head: bool = True) -> None:
-        """`start_from_verifier` of a Verifier's layer; None leaves it random. The LM head is the verifier's anyway."""
+        """Random, as its authors start it; the LM head is the verifier's anyway. UserError for a verifier's layer.
+
+        A verifier's layer norms what it reads, and this one has nothing to do it with: outputs would grow a
+        hundredfold.
+        """
         if layer is not None:
-            self.start_from_verifier(verifier.layer_state_dict(layer))
+            raise UserError(START)

@@ -1,0 +1,160 @@
+"""Published EAGLE-1 and EAGLE-3 folders as a start: read, checked against the verifier, evaluated, trained on."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conf.errors import UserError
+from conf.schema import DataConf, TrainConf, VerifierConf
+from models import heads
+from models.export import eagle1, safeai
+from models.export.formats import exported, write_export
+from models.export.native import StoredHead, VerifierCard, attach, load_head, save_head
+from models.export.warm import chance_warning, is_published, layers_wanted, peek, read_any
+from models.vocab import DraftVocab
+from tiny import tiny_verifier
+from train.build import build_head
+
+KINDS = ("eagle1", "eagle3", "medusa", "independent")
+
+
+@pytest.fixture(scope="module")
+def verifiers():
+    """By kind of head: the same weights, with the states that this kind reads."""
+    return {kind: tiny_verifier(hidden=32, vocab=300, aux_layers=heads.captured_layers(kind, None)) for kind in KINDS}
+
+
+def make_head(kind, verifier, seed=0, **switches):
+    ids = torch.arange(300) if kind == "eagle1" else torch.arange(1, 300, 3)
+    layers = () if kind == "independent" else verifier.aux_layers
+    config = heads.kind_of(kind)[0].from_verifier(verifier.head_geometry, layers, len(ids), **switches)
+    torch.manual_seed(seed)
+    return heads.build(config, verifier, DraftVocab(ids, 300)).eval()
+
+
+@torch.no_grad()
+def logits(head, verifier):
+    """Over one document: at each anchor, all steps."""
+    ids = torch.arange(5, 25)[None]
+    states = verifier.states(ids, torch.zeros_like(ids), torch.arange(20)[None], torch.where(ids > 9, 0, -1))
+    steps = {"medusa": 5, "independent": 1}.get(head.config.kind, 3)
+    return torch.stack([head.logits(out) for out in head.unroll(states, steps)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_comes_back_from_its_native_folder(verifiers, kind, tmp_path):
+    verifier = verifiers[kind]
+    head = make_head(kind, verifier)
+    save_head(tmp_path, StoredHead.of(head, verifier))
+    back = load_head(tmp_path, verifier)
+    assert type(back) is type(head) and back.config == head.config
+    assert torch.equal(logits(back, verifier), logits(head, verifier)) and not is_published(tmp_path)
+    assert not [name for name in head.state_dict() if "embed" in name or "lm_head_VD" in name]
+
+
+@pytest.mark.parametrize("switches", [{}, {"fc_bias": True}, {"attention_bias": True}])
+def test_eagle1_folders_round_trip(verifiers, switches, tmp_path):
+    """As another trainer writes them: no notes of ours, maybe biases, maybe the embedding."""
+    verifier = verifiers["eagle1"]
+    head = make_head("eagle1", verifier, **switches)
+    with torch.no_grad():
+        for name, p in head.named_parameters():
+            if name.endswith("bias"):
+                p.normal_()
+    values = json.loads((eagle1.write_vllm(StoredHead.of(make_head("eagle1", verifier), verifier), tmp_path) /
+                         "config.json").read_text())  # fmt: skip
+    del values["eyrie"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = {name: p.detach().clone() for name, p in head.named_parameters()}
+    save_file(tensors | {"embed_tokens.weight": verifier.embedding_VD.clone()}, tmp_path / "model.safetensors")
+    assert is_published(tmp_path) and peek(tmp_path) == "eagle1" and layers_wanted(tmp_path) == [-1]
+    back = attach(read_any(tmp_path, verifier), verifier)
+    assert torch.equal(logits(back, verifier), logits(head, verifier))
+    tensors["embed_tokens.weight"] = torch.randn_like(verifier.embedding_VD)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="an embedding of its own"):
+        read_any(tmp_path, verifier)
+
+
+def test_eagle1_is_written_for_each_engine(verifiers, tmp_path):
+    """vLLM refuses fc.bias, SGLang demands it; neither knows a norm or an LM head."""
+    verifier = verifiers["eagle1"]
+    stored = StoredHead.of(make_head("eagle1", verifier, survival=True), verifier)
+    vllm, sglang = (write_export(stored, tmp_path / name, name) for name in ("vllm", "sglang"))
+    names = {path: set(load_file(path / "model.safetensors")) for path in (vllm, sglang)}
+    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    layer = {f"layers.0.{part}.weight" for part in [*parts, "post_attention_layernorm"]}
+    assert names[vllm] == {"fc.weight", *layer} and names[sglang] == {"fc.weight", "fc.bias", *layer}
+    assert not load_file(sglang / "model.safetensors")["fc.bias"].any()
+    kinds = [json.loads((path / "config.json").read_text())["architectures"] for path in (vllm, sglang)]
+    assert kinds == [["LlamaForCausalLM"], ["LlamaForCausalLMEagle"]]
+    for path in (vllm, sglang):
+        assert not attach(read_any(path, verifier), verifier).config.fc_bias
+    biased = StoredHead.of(make_head("eagle1", verifier, fc_bias=True), verifier)
+    with pytest.raises(UserError, match="without a bias in fc"):
+        write_export(biased, tmp_path / "no", "vllm")
+
+
+def test_a_published_eagle3_head_is_a_start(verifiers, tmp_path):
+    """Custom layers, switches, and the map: what the folder says is what the head is."""
+    verifier = tiny_verifier(hidden=32, vocab=300, aux_layers=[1, 3, 6])
+    head = make_head("eagle3", verifier, fc_norm=True, norm_output=True)
+    safeai.write(StoredHead.of(head, verifier), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["eyrie"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert peek(tmp_path) == "eagle3" and layers_wanted(tmp_path) == [1, 3, 6]
+    cfg = TrainConf(verifier=VerifierConf(source="toy"), data=DataConf(path=None))
+    cfg.head.start = str(tmp_path)
+    warm = build_head(cfg, verifier, [])
+    assert warm.training and warm.config == head.config and warm.vocab.hash == head.vocab.hash
+    assert torch.equal(logits(warm, verifier), logits(head, verifier))
+    del values["eagle_aux_hidden_state_layer_ids"]  # the nested ids are those of the layers' outputs
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_any(tmp_path, verifier).config.aux_layers == (1, 3, 6)
+    cfg.head.name = "eagle1"
+    with pytest.raises(UserError, match="expected an eagle1 head"):
+        build_head(cfg, verifier, [])
+
+
+def test_mismatches_are_named(verifiers, tmp_path):
+    verifier = verifiers["eagle3"]
+    safeai.write(StoredHead.of(make_head("eagle3", verifier), verifier), tmp_path)
+    for other, message in (
+        (tiny_verifier(hidden=32, vocab=300, aux_layers=[3, 5, 6]), r"reads layers \[2, 4, 5\].*captures \[3, 5, 6\]"),
+        (tiny_verifier(hidden=64, vocab=300), "hidden_size 32.*64"),
+        (tiny_verifier(hidden=32, vocab=400), "vocab_size 300.*400"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_any(tmp_path, other)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"norm_before_residual": True}))
+    with pytest.raises(UserError, match="norm_before_residual false"):
+        read_any(tmp_path, verifier)
+    save_file({"blocks.0.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"expected an EAGLE-3 .* head in .*blocks.0.weight"):
+        read_any(tmp_path, verifier)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="convert it to safetensors"):
+        read_any(tmp_path, verifier)
+
+
+def test_no_layout_is_said(verifiers, tmp_path, caplog):
+    stored = StoredHead.of(make_head("medusa", verifiers["medusa"]), verifiers["medusa"])
+    with pytest.raises(UserError, match="no format 'vllm' for medusa heads"):
+        write_export(stored, tmp_path, "vllm")
+    with caplog.at_level("INFO"):
+        assert exported(stored, tmp_path) is None
+    assert "no serving layout for medusa heads yet" in caplog.text
+
+
+def test_chance_is_reported_with_its_likely_causes(verifiers):
+    verifier = verifiers["eagle3"]
+    head = make_head("eagle3", verifier)
+    text = chance_warning(0.01, 500, head, verifier)
+    assert "layers [2, 4, 5]" in text and head.vocab.hash[:12] in text and "no better than chance" in text
+    assert chance_warning(0.3, 500, head, verifier) is chance_warning(0.0, 20, head, verifier) is None
+    assert "layers" not in chance_warning(0.0, 500, make_head("independent", verifier), verifier)
+    assert VerifierCard.of(verifier).num_layers == 8
