@@ -54,7 +54,7 @@ def learn(kind, verifier, data, steps, objective, updates, rate):
     head = heads.build(
         heads.kind_of(kind)[0].from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab)), verifier, vocab
     )
-    head.start(verifier, -1, True)
+    head.start(verifier, None if kind == "eagle1" else -1, True)
     optimizer = torch.optim.AdamW(head.parameters(), lr=rate, betas=(0.9, 0.95))
     for update in range(updates):
         for group in optimizer.param_groups:

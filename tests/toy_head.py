@@ -1,7 +1,10 @@
 """A tiny EAGLE-3 head and random verifier states, in float64, that several tests share."""
 
+from types import SimpleNamespace
+
 import torch
 
+from models.heads import build, kind_of
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.losses import head_loss
 from models.objectives import Labels, Objective
@@ -9,6 +12,7 @@ from models.states import VerifierStates, label_rows
 from models.vocab import DraftVocab
 
 V, D, A = 23, 16, 3
+OWN = ("aux_layers", "draft_vocab_size")
 
 
 def make_config(R=13, **changes):
@@ -37,6 +41,23 @@ def make_head(seed=0, R=13, **changes):
     head = Eagle3Head(config, torch.randn(V, D, generator=generator, dtype=torch.float64), vocab).double()
     with torch.no_grad():
         for p in head.parameters():  # lively weights, so that nothing is checked on near-zeros
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * (0.3 if p.dim() > 1 else 0.1))
+            if p.dim() == 1:
+                p += 1
+    return head
+
+
+def make_other(kind, seed=0):
+    """A toy head of another kind, with lively float64 weights. It reads one captured state."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding, lm_head = (torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    ids = torch.arange(V) if kind == "eagle1" else torch.randperm(V, generator=generator)[:13].sort().values
+    verifier = SimpleNamespace(embedding_VD=embedding, lm_head=None, config=None, lm_head_rows=lambda: lm_head)
+    geometry = make_config().to_dict()
+    config = kind_of(kind)[0].from_verifier({k: geometry[k] for k in geometry if k not in OWN}, (3,), len(ids))
+    head = build(config, verifier, DraftVocab(ids, V)).double()
+    with torch.no_grad():
+        for p in head.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * (0.3 if p.dim() > 1 else 0.1))
             if p.dim() == 1:
                 p += 1

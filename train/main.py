@@ -26,7 +26,7 @@ from eval.prompts import document_prompts
 from models.export.native import StoredHead, save_head
 from models.verifier import Verifier
 from train import finish, study
-from train.build import build_head, draft_steps, objective_of
+from train.build import STARTS, build_head, draft_steps, objective_of
 from train.callbacks import Bar, KeepLast, Validate, graceful
 from train.checks import check
 from train.fit import device_count, fit, open_loggers
@@ -180,7 +180,7 @@ def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> He
         + (f"; {loader.dropped} documents longer than trainer.tokens_per_step are left out" if loader.dropped else "")
     )
     settings = StepSettings(cfg.optim, limits, objective_of(cfg), cfg.trainer.accumulate, cfg.trainer.log_every)
-    return HeadModule(head, verifier, loader, settings)
+    return HeadModule(head, verifier, loader, settings, warm=cfg.head.start not in STARTS and not cfg.resume)
 
 
 def limits_of(cfg: TrainConf, windows: int, spent: float) -> Limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,12 +15,15 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import OptimConf
+from models.export.warm import chance_warning
 from models.losses import StepCounts, head_loss
 from models.objectives import Labels, Objective
 from models.on_policy import own_labels
 from models.states import VerifierStates
 from train.optim import build_optimizer
 from train.schedule import Limits, lr_scale
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,13 @@ class HeadModule(pl.LightningModule):
     Counts stay on the device and are read every `log_every` steps.
     """
 
-    def __init__(self, head, verifier, loader, settings: StepSettings):
+    def __init__(self, head, verifier, loader, settings: StepSettings, warm: bool = False):
+        """warm: the head was trained before, so that accuracy at chance in the first steps is worth a warning."""
         super().__init__()
         self.automatic_optimization = False
         self.head = head
         self.verifier = verifier  # no nn.Module, so nothing of it is registered
-        self.loader, self.settings = loader, settings
+        self.loader, self.settings, self.warm = loader, settings, warm
         self.elapsed = 0.0  # seconds of training, earlier runs included
         self.stop_wanted = False  # set by a signal; ranks agree on it at the window's end
         self.metrics: dict[str, float] = {}
@@ -138,6 +143,11 @@ class HeadModule(pl.LightningModule):
                 f"the loss is {loss} at step {self.global_step}: lower optim.lr (or optim.matrix_lr) and resume from "
                 "the last checkpoint"
             )
+        if self.warm:
+            self.warm, first = False, values["total_K"][0]
+            share = values["correct_K"][0] / max(first, 1)
+            if line := chance_warning(share, round(first), self.head, self.verifier):
+                log.warning(line)
         seconds, tokens = elapsed - self._since[0], self.tokens - self._since[1]
         self._since = (elapsed, self.tokens)
         means = {"train/loss": loss, "train/gradient_norm": float(norm), "train/lr_scale": scale}
