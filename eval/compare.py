@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from conf.cli import Outcome, main
@@ -148,34 +148,39 @@ def comparison(arms: list[Arm], base: Arm) -> dict:
     }
 
 
-def columns(base: str) -> tuple[str, ...]:
-    """Heads of `table_rows`."""
-    return ("arm", "measured by", "n-alpha by depth", "tau", "95 %", "mean of runs (range)", f"tau less {base}'s",
-            "95 %, paired", "cost ratio", "N*", "predicted speed-up", "measured speed-up")  # fmt: skip
-
-
-def table_rows(values: dict) -> list[tuple[str, ...]]:
-    """A line an arm, as text."""
-    lines = []
-    for name, row in values["arms"].items():
-        runs, low_high = row["runs"], row["tau_range"]
-        lines.append(
-            (
-                name,
-                " and ".join(row["measured"]),
-                " ".join(number(alpha).removeprefix("0") for alpha in row["alpha_by_depth"]),
-                number(row["tau"]),
-                span(row["tau_interval"]),
-                f"{number(row['tau_mean'])} ({span(low_high)}), {runs} runs" if runs > 1 and low_high else "",
-                "" if row["tau_difference"] is None else f"{row['tau_difference']:+.3f}",
-                span(row["tau_difference_interval"]),
-                number(row["cost_ratio"]),
-                " ".join(map(str, sorted(set(row["n_star"])))) or "-",
-                number(row["predicted_speedup"], 2),
-                number(row["speedup"], 2),
-            )
+def acceptance_rows(values: dict) -> list[tuple[str, ...]]:
+    """Heads, then a line an arm: what is accepted, and what of it is the arm's doing."""
+    heads = ("arm", "n-alpha by depth", "tau", "95 %", f"less {values['base']}'s", "95 %, paired")
+    lines = [
+        (
+            name,
+            " ".join(number(alpha).removeprefix("0") for alpha in row["alpha_by_depth"]),
+            number(row["tau"]),
+            span(row["tau_interval"]),
+            "" if row["tau_difference"] is None else f"{row['tau_difference']:+.3f}",
+            span(row["tau_difference_interval"]),
         )
-    return lines
+        for name, row in values["arms"].items()
+    ]
+    return [heads, *lines]
+
+
+def run_rows(values: dict) -> list[tuple[str, ...]]:
+    """Heads, then a line an arm: its runs, what a draft costs and what it is worth."""
+    heads = ("arm", "runs", "mean tau (range)", "cost ratio", "N*", "speed-up at N*", f"measured at {values['depth']}")
+    lines = [
+        (
+            name,
+            f"{row['runs']} ({' and '.join(row['measured'])})",
+            number(row["tau_mean"]) + (f" ({span(row['tau_range'])})" if row["runs"] > 1 else ""),
+            number(row["cost_ratio"]),
+            " ".join(map(str, sorted(set(row["n_star"])))) or "-",
+            number(row["predicted_speedup"], 2),
+            number(row["speedup"], 2),
+        )
+        for name, row in values["arms"].items()
+    ]
+    return [heads, *lines]
 
 
 def title(values: dict) -> str:
@@ -185,12 +190,26 @@ def title(values: dict) -> str:
 
 
 def markdown(values: dict) -> str:
-    """The table to paste, with what its numbers mean."""
-    heads = columns(values["base"])
-    lines = [heads, ("---",) * len(heads), *table_rows(values)]
-    table = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
-    notes = "".join(f"- {name}: {text}\n" for name, text in values["definitions"].items())
-    return f"{title(values)}\n\n{table}\n{notes}"
+    """Both tables to paste, with what their numbers mean."""
+    parts = [title(values)]
+    for heads, *lines in (acceptance_rows(values), run_rows(values)):
+        rows = [heads, ("---",) * len(heads), *lines]
+        parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows))
+    parts.append("\n".join(f"- {name}: {text}" for name, text in values["definitions"].items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def tables(values: dict) -> Group:
+    """Both tables for the terminal."""
+    shown = []
+    for heads, *lines in (acceptance_rows(values), run_rows(values)):
+        table = Table(title=None if shown else title(values))
+        for head in heads:
+            table.add_column(head, overflow="fold")
+        for line in lines:
+            table.add_row(*line)
+        shown.append(table)
+    return Group(*shown)
 
 
 def plot(arms: list[Arm], values: dict, path: Path) -> Path | None:
@@ -222,12 +241,7 @@ def compare(cfg) -> Outcome:
     write_json(folder / "comparison.json", values)
     (folder / "comparison.md").write_text(markdown(values))
     plot(arms, values, folder / "comparison.png")
-    table = Table(title=title(values))
-    for column in columns(base):
-        table.add_column(column)
-    for line in table_rows(values):
-        table.add_row(*line)
-    Console(stderr=cfg.json).print(table)
+    Console(stderr=cfg.json).print(tables(values))
     return Outcome(folder / "comparison.md", values | {"comparison_json": str(folder / "comparison.json")})
 
 

@@ -10,6 +10,7 @@ import torch
 
 from conf.cli import main
 from eval.command import evaluate_run, load_verifier
+from eval.compare import compare
 from eval.theory import run as theory
 from models.export.native import StoredHead, read_head, save_head
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -78,6 +79,20 @@ def test_sampled_without_a_page(run, tmp_path, command):
     assert out.splitlines()[-1] == f"{tmp_path}/x/alpha.json"
     assert json.loads((tmp_path / "x" / "alpha.json").read_text())["temperature"] == 0.9
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["alpha.json"]
+
+
+def test_two_replays_of_one_recording_compared(run, tmp_path, command, monkeypatch):
+    words = [f"run={run}", f"prompts={run}/prompts.jsonl", "replay=true", "decode.max_new_tokens=6"]
+    for name in ("a", "b"):
+        code, out, err = command("eval", evaluate_run, *words, f"out={tmp_path}/{name}")
+        assert code == 0, err
+        assert out.splitlines()[-1] == f"{tmp_path}/{name}/report.html" and "replay" in out
+        monkeypatch.setattr("eval.replay.generate", None)  # the text is there
+    code, out, err = command("compare", compare, f"runs=[{tmp_path}/a,{tmp_path}/b]", f"out={tmp_path}", "json=true")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["arms"]["b"]["tau_difference"] == 0
+    code, _, err = command("eval", evaluate_run, *words, "temperature=0.9")
+    assert code == 2 and "temperature 0.9" in err and len(err.splitlines()) == 1
 
 
 def test_a_verifier_that_changed_is_refused_with_both_hashes(run, tmp_path, command):
