@@ -172,7 +172,7 @@ def run_rows(values: dict) -> list[tuple[str, ...]]:
         (
             name,
             f"{row['runs']} ({' and '.join(row['measured'])})",
-            number(row["tau_mean"]) + (f" ({span(row['tau_range'])})" if row["runs"] > 1 else ""),
+            number(row["tau_mean"]) + (f" ({span(row['tau_range'])})" if row["runs"] > 1 and row["tau_range"] else ""),
             number(row["cost_ratio"]),
             " ".join(map(str, sorted(set(row["n_star"])))) or "-",
             number(row["predicted_speedup"], 2),

@@ -129,14 +129,14 @@ def test_texts_are_plain_decodings_and_go_on_behind_their_end(verifiers, prompts
     verifier = verifiers["head"]
     ids = list(prompts[0].input_ids)
     whole = plain_decode(verifier, ids, max_new_tokens=LENGTH + DEPTH + 1, sampling=GREEDY).tokens
-    recording = record(verifier, prompts, LENGTH, DEPTH)[0]
-    assert (list(recording.tokens), recording.length, recording.finish) == (whole, LENGTH, "length")
-    end = whole[10]
-    at = whole.index(end)
-    monkeypatch.setattr(verifier, "eos_ids", (end,))
-    recording = record(verifier, prompts, LENGTH, DEPTH)[0]
+    at = whole.index(whole[8])
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier, "eos_ids", (whole[8],))
+        recording = record(verifier, prompts, LENGTH, DEPTH)[0]
     assert (recording.length, recording.finish) == (at + 1, "stop")
     assert list(recording.tokens) == whole[: at + 1 + DEPTH + 1]
+    recording = record(verifier, prompts, LENGTH, DEPTH)[0]  # without that end, it is another text
+    assert (list(recording.tokens), recording.length, recording.finish) == (whole, LENGTH, "length")
 
 
 def test_a_text_is_written_once_for_all_heads(verifiers, prompts, monkeypatch, fresh_cache):
