@@ -227,7 +227,7 @@ def compare(cfg) -> Outcome:
     runs = [str(run) for run in ([cfg.runs] if isinstance(cfg.runs, str) else cfg.runs or [])]
     if len(runs) < 2:
         raise UserError(f"expected two runs or more, found {len(runs)}: python -m eval.compare runs=[DIR,DIR]")
-    labels = report._labels([Path(run) for run in runs])
+    labels = report.run_labels([Path(run) for run in runs])
     names = [str(name) for name in ([cfg.names] if isinstance(cfg.names, str) else cfg.names or labels)]
     if len(names) != len(runs):
         raise UserError(f"expected a name for each of {len(runs)} runs, found {len(names)} names: {' '.join(names)}")

@@ -24,18 +24,18 @@ def plot_summary(runs: dict[str, dict], title: str, path: Path) -> Path | None:
     """
     if not (profiled := _with_profile(runs)):
         return None
-    figure, axes = _figure(2, size=(9, 3.7), dpi=200)
+    figure, axes = new_figure(2, size=(9, 3.7), dpi=200)
     _alpha_panel(axes[0], profiled)
     _tau_panel(axes[1], profiled)
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_alpha_by_depth(runs: dict[str, dict], path: Path) -> Path:
     """n-alpha with Wilson intervals, one line a run. runs: label -> alpha.json's values."""
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     _alpha_panel(axes, runs)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_tau_by_n(runs: dict[str, dict], path: Path) -> Path | None:
@@ -46,11 +46,11 @@ def plot_tau_by_n(runs: dict[str, dict], path: Path) -> Path | None:
     if not (profiled := _with_profile(runs)):
         return None
     timed = any(values["predicted"] for values in profiled.values())
-    figure, axes = _figure(2 if timed else 1)
+    figure, axes = new_figure(2 if timed else 1)
     _tau_panel(axes[0], profiled)
     if timed:
         _speedup_panel(axes[1], profiled)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _with_profile(runs: dict[str, dict]) -> dict[str, dict]:
@@ -111,7 +111,7 @@ def plot_training(metrics: dict[str, list[tuple[float, float]]], path: Path) -> 
     panels = [bool(loss), bool(accuracy), bool(tau)]
     if not any(panels):
         return None
-    figure, axes = _figure(sum(panels))
+    figure, axes = new_figure(sum(panels))
     axes = iter(axes)
     if loss:
         one = next(axes)
@@ -128,7 +128,7 @@ def plot_training(metrics: dict[str, list[tuple[float, float]]], path: Path) -> 
         one.plot(*zip(*tau, strict=True), color=COLOURS[1], **LINE)
         one.set(xlabel="optimizer step", ylabel="tau", title="Free-running tau, held-out prompts")
         one.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[float, float]]]:
@@ -155,7 +155,7 @@ def _colours():
         yield from COLOURS
 
 
-def _figure(panels: int, size: tuple[float, float] | None = None, dpi: int = 130):
+def new_figure(panels: int, size: tuple[float, float] | None = None, dpi: int = 130):
     """A figure with `panels` axes side by side, without pyplot's global state. size: inches."""
     size = size or (1 + 4.6 * panels, 3.6)
     figure = Figure(figsize=size, dpi=dpi, layout="constrained", facecolor="white")
@@ -169,7 +169,7 @@ def _figure(panels: int, size: tuple[float, float] | None = None, dpi: int = 130
     return figure, axes
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path

@@ -91,26 +91,26 @@ def write_report(folder: Path, run_folder: Path | None = None, out: Path | None 
         f"<h1>{escape(str(label))}</h1>",
         f'<p class="soft">draft head for {escape(values["verifier"])}: {escape(_how(values))}</p>',
         _cards(values),
-        *[_picture(path) for path in pictures],
-        "<h2>Numbers</h2>" + _table(("", "", ""), headline_rows(values)),
+        *[html_picture(path) for path in pictures],
+        "<h2>Numbers</h2>" + html_table(("", "", ""), headline_rows(values)),
         "<h2>Acceptance by depth</h2>"
-        + _table(("depth", "n-alpha", "95 %", "unconditional", "tested"), depth_rows(values)),
+        + html_table(("depth", "n-alpha", "95 %", "unconditional", "tested"), depth_rows(values)),
         "<h2>By category</h2>"
-        + _table(("category", "prompts", "tau", "alpha", "lookup tau", "speed-up"), category_rows(values)),
+        + html_table(("category", "prompts", "tau", "alpha", "lookup tau", "speed-up"), category_rows(values)),
         _times(values),
         _differences(values),
         _samples(values),
         _provenance(values, run_folder),
         _definitions(values),
     ]
-    return _page(out or folder / "report.html", str(label), parts)
+    return html_page(out or folder / "report.html", str(label), parts)
 
 
 def write_comparison(runs: list[Path], out: Path) -> Path:
     """One page over several runs: their numbers in a table, their profiles in one picture."""
     if len(runs) < 2:
         raise UserError(f"expected two runs or more to compare, found {len(runs)}")
-    names = _labels(runs)
+    names = run_labels(runs)
     values = {name: read_alpha(Path(run)) for name, run in zip(names, runs, strict=True)}
     pictures = [
         plot_alpha_by_depth(values, out.with_name(out.stem + "_alpha_by_depth.png")),
@@ -132,15 +132,15 @@ def write_comparison(runs: list[Path], out: Path) -> Path:
     parts = [
         f"<h1>{len(runs)} runs</h1>",
         warnings,
-        _table(head, rows),
-        *[_picture(path) for path in pictures if path],
-        "<h2>n-alpha by depth</h2>" + _table(("run", *map(str, range(1, deepest + 1))), profile),
+        html_table(head, rows),
+        *[html_picture(path) for path in pictures if path],
+        "<h2>n-alpha by depth</h2>" + html_table(("run", *map(str, range(1, deepest + 1))), profile),
         _definitions(next(iter(values.values()))),
     ]
-    return _page(out, f"{len(runs)} runs", parts)
+    return html_page(out, f"{len(runs)} runs", parts)
 
 
-def _labels(runs: list[Path]) -> list[str]:
+def run_labels(runs: list[Path]) -> list[str]:
     """The folders' last parts, longer where they would be the same."""
     parts = [Path(run).resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
@@ -177,7 +177,7 @@ def _cards(values: dict) -> str:
     return f'<div class="cards">{body}</div>'
 
 
-def _table(head, rows, wrap_last: bool = False) -> str:
+def html_table(head, rows, wrap_last: bool = False) -> str:
     top = "".join(f"<th>{escape(h)}</th>" for h in head) if any(head) else ""
     lines = []
     for row in rows:
@@ -188,7 +188,7 @@ def _table(head, rows, wrap_last: bool = False) -> str:
     return f'<div class="scroll"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
 
 
-def _picture(path: Path) -> str:
+def html_picture(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<figure><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}"></figure>'
 
@@ -202,7 +202,7 @@ def _times(values: dict) -> str:
     rows += [("draft, first pass", times["t_draft_first"]), ("draft, each later step", times["t_draft"])]
     rows += [("rest of a round", times["t_other"])]
     note = f'<p class="soft">draft step / verify: {number(values["cost_ratio"])}</p>'
-    return "<h2>Times</h2>" + _table(("median", "ms"), [(n, f"{1e3 * s:.2f}") for n, s in rows]) + note
+    return "<h2>Times</h2>" + html_table(("median", "ms"), [(n, f"{1e3 * s:.2f}") for n, s in rows]) + note
 
 
 def _differences(values: dict) -> str:
@@ -210,7 +210,9 @@ def _differences(values: dict) -> str:
     rows += [(d["prompt"], d["position"], f"{d['gap']:.2e}", "difference") for d in values["differences"]]
     if not rows:
         return ""
-    return "<h2>Where the text leaves plain decoding</h2>" + _table(("prompt", "token", "top-two gap", "kind"), rows)
+    return "<h2>Where the text leaves plain decoding</h2>" + html_table(
+        ("prompt", "token", "top-two gap", "kind"), rows
+    )
 
 
 def _samples(values: dict) -> str:
@@ -236,23 +238,23 @@ def _provenance(values: dict, run_folder: Path) -> str:
     ]
     file = run_folder / "provenance.json"
     if file.is_file():
-        rows += _flat(json.loads(file.read_text()))
-    return "<h2>Provenance</h2>" + _table(("", ""), rows, wrap_last=True)
+        rows += flattened(json.loads(file.read_text()))
+    return "<h2>Provenance</h2>" + html_table(("", ""), rows, wrap_last=True)
 
 
-def _flat(values: dict, prefix: str = "") -> list[tuple[str, str]]:
+def flattened(values: dict, prefix: str = "") -> list[tuple[str, str]]:
     rows = []
     for key, value in values.items():
         name = f"{prefix}{key}"
-        rows += _flat(value, name + ".") if isinstance(value, dict) else [(name, str(value))]
+        rows += flattened(value, name + ".") if isinstance(value, dict) else [(name, str(value))]
     return rows
 
 
 def _definitions(values: dict) -> str:
-    return "<h2>What the numbers mean</h2>" + _table(("", ""), list(values["definitions"].items()), wrap_last=True)
+    return "<h2>What the numbers mean</h2>" + html_table(("", ""), list(values["definitions"].items()), wrap_last=True)
 
 
-def _page(path: Path, title: str, parts: list[str]) -> Path:
+def html_page(path: Path, title: str, parts: list[str]) -> Path:
     """Writes the page whole or not at all."""
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'

@@ -19,7 +19,7 @@ from rich.table import Table
 from eval import report
 from eval.counts import Counts
 from eval.exposure import RESAMPLES, Exposure, draws, intervals, shares
-from eval.plots import COLOURS, LINE, _figure, _save, read_metrics
+from eval.plots import COLOURS, LINE, new_figure, read_metrics, save_figure
 from eval.tables import number, span
 
 EXPLANATION = (
@@ -260,7 +260,7 @@ def markdown(values: dict) -> str:
 
 def plot_study(values: dict, path: Path) -> Path:
     """n-alpha by depth beside true and own features on the same drafts, with intervals over prompts."""
-    figure, (loop, same) = _figure(2, size=(10, 4), dpi=200)
+    figure, (loop, same) = new_figure(2, size=(10, 4), dpi=200)
     for colour, (name, arm) in zip(COLOURS, values["arms"].items(), strict=False):
         _line(loop, arm, "n_alpha", colour, label=name)
         _line(same, arm, "true_accuracy", colour, label=f"{name}, true features", ls="--", mfc="white")
@@ -271,7 +271,7 @@ def plot_study(values: dict, path: Path) -> Path:
         axes.set_xlim(-0.4, values["depth"] - 0.6)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=8)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _line(axes, arm: dict, name: str, colour: str, **style) -> None:
@@ -304,9 +304,9 @@ def _write_page(values: dict, picture: Path, path: Path) -> Path:
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{how}{values["equal"]}</p>',
         f"<p>{escape(values['explanation'])}</p>",
-        report._picture(picture),
-        *(f"<h2>{escape(name)}</h2>" + report._table(head, rows) for name, head, rows in study_tables(values)),
-        "<h2>What the numbers mean</h2>" + report._table(("", ""), values["definitions"].items(), wrap_last=True),
-        "<h2>Provenance</h2>" + report._table(("", ""), report._flat(values["provenance"]), wrap_last=True),
+        report.html_picture(picture),
+        *(f"<h2>{escape(name)}</h2>" + report.html_table(head, rows) for name, head, rows in study_tables(values)),
+        "<h2>What the numbers mean</h2>" + report.html_table(("", ""), values["definitions"].items(), wrap_last=True),
+        "<h2>Provenance</h2>" + report.html_table(("", ""), report.flattened(values["provenance"]), wrap_last=True),
     ]
-    return report._page(path, title, parts)
+    return report.html_page(path, title, parts)
