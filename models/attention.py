@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from conf.errors import UserError
+
 NAME = "eyrie"
+BIASES = ("position_bias", "sinks", "indices", "block_indices")  # what some layers add, and no plan knows of
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class PackedPlan:
         """Attention [B, H, T, F] of one layer; keys and values are those of the same rows."""
         if self.whole_rows:
             return _causal(q_BHTF, k, v, rule)
-        out_BHTF = torch.zeros_like(q_BHTF)  # rows of pads stay zero
+        out_BHTF = q_BHTF.new_zeros(*q_BHTF.shape[:3], v.shape[3])  # rows of pads stay zero
         for b, start, stop in self.runs:
             part = (slice(b, b + 1), slice(None), slice(start, stop))
             out_BHTF[part] = _causal(q_BHTF[part], k[part], v[part], rule)
@@ -194,7 +197,12 @@ def attend(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The function that transformers' attention modules call. query [B, H, T, F], key and value [B, kv, C, F]."""
-    assert eyrie_plan is not None, "the verifier's model is driven through models.verifier.Verifier"
+    assert eyrie_plan is not None, "the plan of models.verifier.Verifier did not arrive here"
+    if attention_mask is not None or any(kwargs.get(name) is not None for name in BIASES):
+        raise UserError(
+            f"expected softmax attention without more, found a mask or bias of its own in {type(module).__name__}: "
+            "this architecture is not supported as a verifier"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out_BHTF = eyrie_plan.attend(query, key, value, Rule(scale, sliding_window, softcap, s_aux))
     return out_BHTF.transpose(1, 2).contiguous(), None

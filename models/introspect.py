@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from models.attention import PackedPlan, Rule
 
 NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
@@ -73,34 +74,92 @@ def use_plan_attention(model: nn.Module, config, name: str) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds or not getattr(model, "_supports_attention_backend", False):
         what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "an attention of its own"
-        raise UserError(
-            f"expected softmax attention that transformers can replace, found {what} in {type(model).__name__}: "
-            "this architecture is not supported as a verifier"
-        )
+        raise unsupported(what, model)
     model.set_attn_implementation(name)
 
 
+def unsupported(found: str, model: nn.Module) -> UserError:
+    return UserError(
+        f"expected softmax attention that transformers can replace, found {found} in {type(model).__name__}: "
+        "this architecture is not supported as a verifier"
+    )
+
+
+@dataclass
+class TrialPlan:
+    """Causal attention among the new rows alone, and a note of the window that each layer asks for."""
+
+    windows: list[int | None] = field(default_factory=list)
+
+    def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        """Attention [B, H, T, F]; the first T keys are those of the T rows."""
+        self.windows.append(rule.window)
+        new = slice(0, q_BHTF.shape[2])
+        return PackedPlan([], True).attend(q_BHTF, k[:, :, new], v[:, :, new], rule)
+
+
+def check_trial(
+    model: nn.Module, config, windows: Sequence[int | None], taps: Iterable[Tensor], own: Tensor, expected: Tensor
+) -> None:
+    """UserError for a model that was driven, and does what the adapter would not notice.
+
+    windows: of the layers whose attention was replaced. taps: captured states. own: logits [B, T, V] that the adapter
+    makes; expected: the model's.
+    """
+    wanted = (*own.shape[:2], config.hidden_size)
+    for tap in taps:
+        if tuple(tap.shape) != wanted:
+            raise unsupported(f"states of shape {tuple(tap.shape)} between its layers instead of {wanted}", model)
+    layers = config.num_hidden_layers
+    if len(windows) != layers:
+        raise unsupported(f"{layers} layers, and {len(windows)} that call it", model)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    # Asked of the class: a stray value in a config.json means nothing to a model that knows no windows.
+    window = config.sliding_window if hasattr(type(config), "sliding_window") else None
+    windowed = window and getattr(config, "use_sliding_window", True) and "sliding_attention" in types
+    if windowed and not any(windows):
+        raise unsupported(f"a window of {window} tokens that its layers do not name", model)
+    expected = expected.float()
+    if own.shape != expected.shape or (own - expected).abs().max() > 0.02 * expected.abs().max():
+        raise UserError(
+            f"expected logits that are the LM head's, with a known scale or soft-cap, found others in "
+            f"{type(model).__name__}: this architecture is not supported as a verifier"
+        )
+
+
 def geometry(config, vocab_size: int) -> dict:
-    """The verifier's shape as a head's configuration names it. rope_parameters is that of the full-attention layers."""
+    """The verifier's shape as a head's configuration names it; rope_parameters is that of the full-attention layers.
+
+    Where layers differ in shape (Gemma 4), all of it is the first layer's.
+    """
+    kind = "full_attention"
+    if getattr(config, "is_heterogeneous", False):
+        config, kind = config.per_layer_config[0], config.layer_types[0]
     heads = config.num_attention_heads
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    if isinstance(rope.get("full_attention"), dict):
-        rope = dict(rope["full_attention"])
+    if isinstance(rope.get(kind), dict):
+        rope = dict(rope[kind])
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
+    width = _first(config, "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")
     return {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": width or 4 * config.hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", 1e-5),
-        "hidden_act": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"),
+        "rms_norm_eps": _first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps") or 1e-5,
+        "hidden_act": _first(config, "hidden_act", "hidden_activation", "activation_function") or "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": rope,
         "vocab_size": vocab_size,
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }
+
+
+def _first(config, *names: str):
+    """The first of these values that a config has and sets."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def finish_logits(config, logits: Tensor) -> Tensor:
@@ -114,19 +173,34 @@ def finish_logits(config, logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def norm_scale(norm: nn.Module) -> Tensor:
-    """The scale [D] of an RMSNorm as a plain one holds it (Gemma stores it less one), seen from its effect on ones."""
-    weight = norm.weight
-    seen = norm(torch.ones_like(weight)[None])[0]
+def norm_scale(norm: nn.Module, size: int) -> Tensor:
+    """The scale [size] of a norm as a plain RMSNorm holds it: Gemma stores it less one, some have none.
+
+    Seen from its effect on a vector that is already normal (mean 0, mean square 1) and its negative, so that a
+    LayerNorm's bias falls out.
+    """
+    weight = getattr(norm, "weight", None)
+    if weight is None:
+        return torch.ones(size)
+    unit = torch.ones_like(weight)
+    unit[1::2] = -1
+    seen = (norm(unit[None]) - norm(-unit[None]))[0] * unit / 2
     return weight if (seen - weight).abs().max() <= (seen - 1 - weight).abs().max() else weight + 1
 
 
 def plain_layer(layer: nn.Module, shape: dict) -> dict[str, Tensor]:
-    """A decoder layer's weights by Llama's names: norms as plain ones hold them, Phi-3's fused projections split."""
+    """A decoder layer's weights by Llama's names: norms as plain ones hold them, Phi-3's fused projections split.
+
+    Gemma 2 and 3 also norm what attention and MLP give, which a Llama layer does not: those two scales are left out,
+    and the norm before the MLP gets its usual name.
+    """
     state = {name: value.detach() for name, value in layer.state_dict().items()}
     for name, module in layer.named_modules():
         if name.endswith("norm") and f"{name}.weight" in state:
-            state[f"{name}.weight"] = norm_scale(module)
+            state[f"{name}.weight"] = norm_scale(module, shape["hidden_size"])
+    if "pre_feedforward_layernorm.weight" in state:
+        state["post_attention_layernorm.weight"] = state.pop("pre_feedforward_layernorm.weight")
+        state.pop("post_feedforward_layernorm.weight", None)
     if "self_attn.qkv_proj.weight" in state:
         keys = shape["num_key_value_heads"] * shape["head_dim"]
         sizes = [shape["num_attention_heads"] * shape["head_dim"], keys, keys]

@@ -70,6 +70,7 @@ class Verifier:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._taps: dict[int, Tensor] | None = None
         self._install_taps()
+        self._try_out()
 
     @classmethod
     def load(cls, source: str, *, dtype="auto", device="auto", aux_layers=None, trust_remote_code=False, revision=None):
@@ -80,6 +81,25 @@ class Verifier:
         verifier = cls(loaded.model, loaded.tokenizer, source, aux_layers)
         verifier._files = loaded.weight_files
         return verifier
+
+    @torch.no_grad()
+    def _try_out(self) -> None:
+        """Two tokens with a cache and two without: what this model cannot do is said before any work is begun."""
+        cached, plain = introspect.TrialPlan(), introspect.TrialPlan()
+        ids_BT = torch.arange(2, device=self.device)[None]
+        try:
+            cache = self.new_cache(1, 2)
+            cache.stage(2, [2], None, self.device)
+            self._run(ids_BT, ids_BT, cached, cache, False)
+            with self._tapped() as taps:
+                expected = self.model(input_ids=ids_BT, position_ids=ids_BT, use_cache=False, eyrie_plan=plain).logits
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            said = str(error).strip().split("\n")[0]
+            raise introspect.unsupported(f"{type(error).__name__} ({said})", self.model) from error
+        own = self.logits(taps[-1])
+        introspect.check_trial(self.model, self.config, plain.windows, taps.values(), own, expected)
 
     # What a head takes from the verifier
 
@@ -102,7 +122,7 @@ class Verifier:
     @property
     def final_norm_weight(self) -> Tensor:
         """The final norm's scale [D], as a plain RMSNorm would hold it."""
-        return introspect.norm_scale(self.final_norm)
+        return introspect.norm_scale(self.final_norm, self.hidden_size)
 
     @cached_property
     def head_geometry(self) -> dict:

@@ -12,15 +12,16 @@ from eval.speculative.processors import Sampling
 from models import heads
 from models.losses import head_loss
 from models.objectives import Labels, Objective
+from models.verifier import Verifier
 from models.vocab import DraftVocab
-from tiny import tiny_verifier
+from tiny import tiny_model, tiny_tokenizer
 
 GREEDY, DEPTH, LENGTH = Sampling(), 5, 36
 FEATURE = {"feature_weight": 1.0, "token_weight": 0.1}
 # kind, steps K, objective, optimizer steps, learning rate, least n-alpha of the depths that are held to one
 CASES = {
     "eagle3": ("eagle3", 5, {}, 260, 4e-3, [0.95] * 5),
-    "eagle1": ("eagle1", 1, FEATURE, 260, 4e-3, [0.9]),
+    "eagle1": ("eagle1", 1, FEATURE, 400, 1e-2, [0.9]),
     "medusa": ("medusa", 5, {}, 260, 1e-2, [0.9] * 5),
     "independent": ("independent", 1, {}, 200, 3e-3, [0.95] * 5),
 }
@@ -28,10 +29,10 @@ CASES = {
 
 def verifier_of(kind):
     """Tiny, and sure of itself: with laws near point masses the least loss is near 0."""
-    verifier = tiny_verifier(aux_layers=heads.captured_layers(kind, None))
+    model = tiny_model()
     with torch.no_grad():
-        verifier.lm_head.weight.mul_(12)
-    return verifier
+        model.lm_head.weight.mul_(40)
+    return Verifier(model, tiny_tokenizer(), "tiny", heads.captured_layers(kind, None))
 
 
 def texts(verifier, count=4):
