@@ -26,6 +26,7 @@ from data.prepare import Prepared, dialogues_folder, prepare, write_dialogues
 from data.sources import read_dialogues, resolve
 from data.store import StateStore
 from data.tokens import draft_vocab, tokenize
+from models.heads import captured_layers
 from models.verifier import Verifier
 
 
@@ -35,7 +36,8 @@ def run(cfg: DataCommandConf) -> Outcome:
         raise UserError(f"expected task={'|'.join(TASKS)}, found {cfg.task}; e.g. python -m data task=inspect")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    verifier = Verifier.load(**asdict(cfg.verifier))
+    layers = captured_layers(cfg.head.name, cfg.verifier.aux_layers)
+    verifier = Verifier.load(**asdict(cfg.verifier) | {"aux_layers": layers})
     outcome = TASKS[cfg.task](cfg, verifier)
     table = Table("what", "value", title=f"{cfg.task}: {verifier.name}")
     for name, value in outcome.values.items():

@@ -159,3 +159,12 @@ def test_prepare_is_the_same_twice_and_its_key_follows_the_settings(verifier, pr
     with torch.no_grad():
         other = tiny_writer(seed=9)
     assert dialogues_folder(DataConf(**settings), other) not in folders
+
+
+def test_states_are_those_that_the_head_reads(command, monkeypatch, verifier):
+    """Else training would capture them a second time."""
+    seen = []
+    monkeypatch.setattr(Verifier, "load", lambda source, **options: seen.append(options["aux_layers"]) or verifier)
+    for head in ("eagle3", "eagle1", "medusa", "independent"):
+        assert command("task=vocab", f"head={head}", *SIZES)[0] == 0
+    assert seen == [None, [-1], [-1], []]
