@@ -9,6 +9,7 @@ ones, and its first draft has the same label. The difference between the two is 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from data.batches import packed_rows
 from data.documents import Document
-from data.progress import progress_bar
+from data.progress import LOG_EVERY, progress_bar
 from eval.counts import Counts
 from eval.measure import EvalSettings
 from eval.prompts import Prompt
@@ -98,8 +99,11 @@ def measure_heads(
     drafters = {name: drafter_for(head, settings.sampling) for name, head in heads.items()}
     loops: dict[str, list[Counts]] = {name: [] for name in heads}
     with progress_bar() as bar:
-        task = bar.add_task("replaying", total=len(recordings), rate="prompts")
-        for recording in recordings:
+        task, said = bar.add_task("replaying", total=len(recordings), rate="prompts"), time.monotonic()
+        for done, recording in enumerate(recordings):
+            if bar.disable and time.monotonic() - said > LOG_EVERY:
+                said = time.monotonic()
+                log.info(f"replayed {len(heads)} heads on {done} of {len(recordings)} prompts")
             states = states_of(verifier, recording)
             for name, drafter in drafters.items():
                 counts = Counts()

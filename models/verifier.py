@@ -86,13 +86,16 @@ class Verifier:
     def _try_out(self) -> None:
         """Two tokens with a cache and two without: what this model cannot do is said before any work is begun."""
         cached, plain = introspect.TrialPlan(), introspect.TrialPlan()
-        ids_BT = torch.arange(2, device=self.device)[None]
+        pad = getattr(self.config, "pad_token_id", None) or 0  # a pad would make transformers warn
+        ids_BT = torch.full((1, 2), (pad + 1) % self.vocab_size, device=self.device)
+        position_BT = torch.arange(2, device=self.device)[None]
         try:
             cache = self.new_cache(1, 2)
             cache.stage(2, [2], None, self.device)
-            self._run(ids_BT, ids_BT, cached, cache, False)
+            self._run(ids_BT, position_BT, cached, cache, False)
             with self._tapped() as taps:
-                expected = self.model(input_ids=ids_BT, position_ids=ids_BT, use_cache=False, eyrie_plan=plain).logits
+                settings = {"position_ids": position_BT, "use_cache": False, "eyrie_plan": plain}
+                expected = self.model(input_ids=ids_BT, **settings).logits
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:

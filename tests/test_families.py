@@ -36,7 +36,7 @@ LLAMAS = {
     "gemma3_text",
     "phi3",
     "nested",
-}  # layers like its own
+}  # layers that a head's can start from
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}  # some families go through float32 whatever the input
 GREEDY = Sampling()
 EXTRA = {
@@ -179,13 +179,13 @@ GEOMETRY = {  # head_dim, key/value heads, rms_norm_eps, hidden_act, rope_theta,
     "mixtral": (16, 2, 1e-5, "silu", 1e6, 1.0),
     "phi": (16, 2, 1e-5, "gelu_new", 1e4, 0.5),
     "nested": (16, 2, 1e-6, "silu", 1e4, 1.0),
-    "gpt2": (16, 4, 1e-5, "gelu_new", 1e4, 1.0),  # no rotary positions, no width of its own
+    "gpt2": (16, 2, 1e-5, "gelu_new", 1e4, 1.0),  # names of its own, no rotary positions, no MLP width
 }
 
 
 @pytest.mark.parametrize("family", GEOMETRY)
 def test_a_heads_shape_is_the_verifiers(family):
-    verifier = tiny_verifier("gpt2", n_inner=None) if family == "gpt2" else verifier_of(family)
+    verifier = tiny_verifier("gpt2", intermediate_size=None) if family == "gpt2" else verifier_of(family)
     config = heads.kind_of("eagle3")[0].from_verifier(verifier.head_geometry, (2, 3, 4), 512)
     rope = config.rope_parameters
     found = (config.head_dim, config.num_key_value_heads, config.rms_norm_eps, config.hidden_act)
@@ -263,7 +263,7 @@ REFUSED = {
     "phimoe": ({"sliding_window": 6}, "a window of 6 tokens that its layers do not name"),
     "hyperclovax": ({"logits_scaling": 0.5}, "expected logits that are the LM head's"),
     "stablelm": ({}, "an attention of its own"),
-    "qwen3_next": ({}, "layers of type linear_attention"),
+    "minimax": ({}, "layers of type linear_attention"),
     "mamba": ({}, "a decoder with 7 layers and a final norm, found MambaForCausalLM"),
 }
 
