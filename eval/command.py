@@ -39,7 +39,7 @@ def evaluate_run(cfg) -> Outcome:
     """
     if (cfg.run is None) == (cfg.draft is None):
         raise UserError("give the run to evaluate: python -m eval run=outputs/NAME/TIME (or draft=MODEL, without one)")
-    run = Path(cfg.run or cfg.draft)
+    run = Path(cfg.run or cfg.draft).expanduser()
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)
     settings = replace(settings, replay=cfg.replay)
     verifier, candidate = load_candidate(cfg, run)
@@ -74,7 +74,7 @@ def load_candidate(cfg, run: Path) -> tuple[Verifier, Candidate]:
         verifier = load_verifier(run, read_head(run), cfg.decode.dtype, given)
         return verifier, candidate_of(load_head(run, verifier, verifier.dtype), run)
     if given["source"] is None:
-        raise UserError(f"{run} does not say which verifier it drafts for: give verifier_source=MODEL")
+        raise UserError(f"{run} is no run of ours: say which verifier it drafts for, verifier_source=MODEL")
     options = {name: value for name, value in given.items() if value is not None}
     if cfg.draft:
         verifier = Verifier.load(dtype=cfg.decode.dtype, aux_layers=[], **options)

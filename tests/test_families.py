@@ -83,7 +83,7 @@ def verifier_of(family, aux_layers=None):
 def plain_text(family):
     """(prompt, what the verifier alone goes on with)."""
     prompt = torch.randint(6, 300, (7,), generator=torch.Generator().manual_seed(1)).tolist()
-    return prompt, plain_decode(verifier_of(family, []), prompt, max_new_tokens=10, sampling=GREEDY).tokens
+    return prompt, plain_decode(verifier_of(family, []), prompt, max_new_tokens=8, sampling=GREEDY).tokens
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE, "deepseek_v3"])
@@ -123,10 +123,10 @@ def test_a_head_of_every_kind_learns_and_decodes_exactly(family, kind):
     if not starts:
         with pytest.raises(UserError, match="head.start=random"):
             head.start(verifier, -1, True)
-    before, after = train(head, verifier, Document("0", prompt + text, [(7, 7 + len(text))]), 6)
+    before, after = train(head, verifier, Document("0", prompt + text, [(7, 7 + len(text))]), 4)
     assert after < before
     drafted = speculative_decode(
-        verifier, drafter_for(head.eval(), GREEDY), prompt, max_new_tokens=10, depth=3, sampling=GREEDY
+        verifier, drafter_for(head.eval(), GREEDY), prompt, max_new_tokens=8, depth=3, sampling=GREEDY
     )
     assert drafted.tokens == text
 

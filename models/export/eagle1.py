@@ -41,8 +41,10 @@ def write_vllm(
 ) -> Path:
     """For vLLM, and what the authors publish: no biases. UserError for a head that has some."""
     _portable(stored, fc_bias=False)
+    tensors = head_tensors(stored, dtype, embedding_VD)
+    tensors.pop("fc.bias", None)  # zero
     values = {"architectures": ["LlamaForCausalLM"], **llama_values(stored, dtype)}
-    return _write(out, head_tensors(stored, dtype, embedding_VD), stored, values, fc_bias=False)
+    return _write(out, tensors, stored, values, fc_bias=False)
 
 
 def write_sglang(
@@ -82,10 +84,11 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
 
 
 def _portable(stored: StoredHead, fc_bias: bool) -> None:
-    config = stored.config
-    if config.attention_bias or (config.fc_bias and not fc_bias):
-        what = "attention biases" if config.attention_bias else "a bias in fc"
-        raise UserError(f"expected an EAGLE-1 head without {what}, found one with: this engine's layout has no place")
+    """UserError for biases that an engine doesn't read; a zero one in fc is no matter."""
+    if stored.config.attention_bias:
+        raise UserError("expected an EAGLE-1 head without attention biases, found one with: no engine reads them")
+    if not fc_bias and "fc.bias" in stored.tensors and stored.tensors["fc.bias"].any():
+        raise UserError("expected an EAGLE-1 head without a bias in fc, found one with: vLLM refuses it; format=sglang")
 
 
 def _write(out, tensors: dict[str, Tensor], stored: StoredHead, values: dict, fc_bias: bool) -> Path:

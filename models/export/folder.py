@@ -139,17 +139,17 @@ def card_of(values: dict, verifier: VerifierCard | None, folder: Path) -> Verifi
 
 def layer_values(values: dict, folder: Path) -> dict:
     """The fields of a LayerConfig, layers and draft vocabulary aside. UserError where one is missing."""
+    values = {"num_key_value_heads": values.get("num_attention_heads"), **values}  # as transformers reads old folders
     plain = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"]
     plain += ["hidden_act", "max_position_embeddings", "vocab_size"]
     if missing := [key for key in plain if key not in values]:
         raise UserError(f"{folder / CONFIG}: missing {', '.join(missing)}")
     if values.get("num_hidden_layers", 1) != 1:
         raise UserError(f"{folder / CONFIG}: expected one layer, found {values['num_hidden_layers']}")
-    rope = values.get("rope_parameters") or {
-        "rope_type": "default",
-        **(values.get("rope_scaling") or {}),
-        "rope_theta": values.get("rope_theta", 10000.0),
-    }
+    scaling = dict(values.get("rope_scaling") or {})
+    kind = scaling.pop("type", "default")  # its name before it was rope_type
+    theta = values.get("rope_theta", 10000.0)
+    rope = values.get("rope_parameters") or {"rope_type": kind, **scaling, "rope_theta": theta}
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return {key: values[key] for key in plain} | {"head_dim": head_dim, "rope_parameters": rope}
 

@@ -5,6 +5,7 @@ Both engines are also silent about a missing vocabulary map, so the map is part 
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -30,7 +31,12 @@ from models.heads.eagle3 import Eagle3Config
 from models.introspect import default_layers
 from models.vocab import DraftVocab
 
+log = logging.getLogger(__name__)
+
 MAPS = {"d2t": torch.int64, "t2d": torch.bool}
+# Norm switches of published configs that this head can follow; the last two are on in every EAGLE-3 head.
+NORMS = {"fc_norm", "norm_output", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def expected_shapes(config: Eagle3Config) -> Shapes:
@@ -113,11 +119,23 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
 
 def layers_of(values: dict, num_layers: int) -> tuple[int, ...]:
     """The captured layers that a config.json means, as indices of `hidden_states`."""
-    layers = values.get("eagle_aux_hidden_state_layer_ids")
-    if layers is None:
-        nested = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = [layer + 1 for layer in nested] if nested else default_layers(num_layers)
-    return tuple(layers)
+    layers = named_layers(values)
+    return default_layers(num_layers) if layers is None else layers
+
+
+def named_layers(values: dict) -> tuple[int, ...] | None:
+    """The captured layers that a config.json names, None when it names none.
+
+    Ids at the top are of the stream that enters a layer, nested ones of a layer's output, so one lower.
+    """
+    top, nested = values.get(LAYER_IDS), (values.get("eagle_config") or {}).get(LAYER_IDS)
+    lifted = tuple(layer + 1 for layer in nested) if nested else None
+    if top and lifted and tuple(top) != lifted:
+        log.warning(
+            f"the config names layers {list(top)}, and in eagle_config {list(nested)}, which means {list(lifted)}: "
+            f"{list(top)} are taken"
+        )
+    return tuple(top) if top else lifted
 
 
 def _config(values: dict, card: VerifierCard, folder: Path) -> Eagle3Config:
@@ -126,9 +144,9 @@ def _config(values: dict, card: VerifierCard, folder: Path) -> Eagle3Config:
         raise UserError(f"{folder / CONFIG}: missing draft_vocab_size")
     if values.get("bias") or values.get("attention_bias"):
         raise UserError(f"{folder / CONFIG}: expected a layer without biases; such a head is not portable")
-    for switch in ("norm_before_residual", "norm_before_fc"):
-        if values.get(switch):
-            raise UserError(f"{folder / CONFIG}: expected {switch} false, found {values[switch]}: another computation")
+    for switch, value in (values | (values.get("eagle_config") or {})).items():
+        if "norm" in switch and value is True and switch not in NORMS:
+            raise UserError(f"{folder / CONFIG}: expected {switch} false, found {value}: another computation")
     return Eagle3Config(
         **geometry,
         draft_vocab_size=values["draft_vocab_size"],

@@ -54,13 +54,13 @@ def layers_wanted(source: Path | str) -> list[int] | None:
     """`verifier.aux_layers` for a published head: what it names, or the default of its kind."""
     if peek(source) == "eagle1":
         return [-1]
-    values = read_config(Path(source).expanduser() / CONFIG)
-    named = "eagle_aux_hidden_state_layer_ids"
-    return list(safeai.layers_of(values, 0)) if named in values or named in (values.get("eagle_config") or {}) else None
+    layers = safeai.named_layers(read_config(Path(source).expanduser() / CONFIG))
+    return None if layers is None else list(layers)
 
 
 def read_any(source: Path | str, verifier) -> StoredHead:
-    """The head in `source`, checked against this verifier: hashes for our own, geometry and layers for a published one.
+    """The head in `source`, checked against this verifier: hashes for our own, exports of them included; geometry and
+    layers for one from elsewhere, which says no more.
 
     Raises UserError naming both sides of a mismatch.
     """
@@ -70,7 +70,8 @@ def read_any(source: Path | str, verifier) -> StoredHead:
         check_verifier(stored, verifier)
         return stored
     layout = {"eagle1": eagle1, "eagle3": safeai}[peek(source)]
-    stored = layout.read(source, VerifierCard.of(verifier), verifier.embedding_VD)
+    ours = "verifier" in read_config(source / CONFIG).get("eyrie", {})
+    stored = layout.read(source, None if ours else VerifierCard.of(verifier), verifier.embedding_VD)
     config, geometry = stored.config, verifier.head_geometry
     for name in ("hidden_size", "vocab_size"):
         if getattr(config, name) != geometry[name]:
@@ -78,14 +79,10 @@ def read_any(source: Path | str, verifier) -> StoredHead:
                 f"{source}: the head has {name} {getattr(config, name)}, the verifier {verifier.name} has "
                 f"{geometry[name]}: is it another verifier's head?"
             )
-    if tuple(verifier.aux_layers) != config.aux_layers:
-        raise UserError(
-            f"{source}: the head reads layers {list(config.aux_layers)}, the verifier captures "
-            f"{list(verifier.aux_layers)}: set verifier.aux_layers to the head's"
-        )
-    for name in ("rope_parameters", "max_position_embeddings", "rms_norm_eps"):
-        if getattr(config, name) != geometry[name]:
-            log.warning(f"{source}: the head has {name} {getattr(config, name)}, the verifier {geometry[name]}")
+    check_verifier(stored, verifier)
+    for name in ("rope_parameters", "max_position_embeddings", "rms_norm_eps", "final_logit_softcapping"):
+        if (found := getattr(config, name, geometry[name])) != geometry[name]:
+            log.warning(f"{source}: the head has {name} {found}, the verifier {geometry[name]}")
     log.info(
         f"{source}: {config.kind}, layers {list(config.aux_layers)}, vocabulary map {stored.vocab.hash[:12]} of "
         f"{len(stored.vocab):,} tokens, fc_norm {getattr(config, 'fc_norm', False)}, norm_output "
