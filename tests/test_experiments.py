@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_a_head_and_from_its_export(words, command):
     code, untrained, err = command(entry, f"draft={Path(source).parent / 'smaller'}", *common, f"out={source}-alpha")
     assert code == 0 and untrained["identical_to_baseline"] is True, err
     code, _, err = command(entry, f"run={first['export']}", f"prompts={prompts}")
-    assert code == 2 and "give verifier_source=MODEL" in err
+    assert code == 2 and "verifier_source=MODEL" in err
 
 
 @pytest.mark.parametrize(
