@@ -275,3 +275,23 @@ def test_chance_is_reported_with_its_likely_causes(verifiers):
     assert chance_warning(0.3, 500, head, verifier) is chance_warning(0.0, 20, head, verifier) is None
     assert "layers" not in chance_warning(0.0, 500, make_head("independent", verifier), verifier)
     assert VerifierCard.of(verifier).num_layers == 8
+
+
+def test_a_start_must_fit_the_objective(verifiers, tmp_path):
+    verifier = verifiers["eagle3"]
+    save_head(tmp_path / "plain", StoredHead.of(make_head("eagle3", verifier), verifier))
+    save_head(tmp_path / "survival", StoredHead.of(make_head("eagle3", verifier, survival=True), verifier))
+    save_head(
+        tmp_path / "medusa", StoredHead.of(make_head("medusa", verifiers["medusa"], heads=3), verifiers["medusa"])
+    )
+    cfg = TrainConf(verifier=VerifierConf(source="toy"), data=DataConf(path=None))
+    cfg.head.start = str(tmp_path / "survival")
+    assert not any(p.requires_grad for p in build_head(cfg, verifier, []).survival.parameters())
+    cfg.objective.survival = 0.1
+    assert all(p.requires_grad for p in build_head(cfg, verifier, []).survival.parameters())
+    cfg.head.start = str(tmp_path / "plain")
+    with pytest.raises(UserError, match="has no survival output"):
+        build_head(cfg, verifier, [])
+    cfg.objective.survival, cfg.head.name, cfg.head.start = 0.0, "medusa", str(tmp_path / "medusa")
+    with pytest.raises(UserError, match="set head.heads=3"):
+        build_head(cfg, verifiers["medusa"], [])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from conf.errors import UserError
@@ -76,8 +77,18 @@ def warm_head(cfg: TrainConf, verifier: Verifier) -> nn.Module:
             f"expected an {cfg.head.name} head in {cfg.head.start}, found {stored.config.kind}: "
             f"set head={stored.config.kind}"
         )
+    if stored.config.kind == "medusa" and stored.config.heads != cfg.head.heads:
+        raise UserError(
+            f"{cfg.head.start} has {stored.config.heads} Medusa heads: set head.heads={stored.config.heads}"
+        )
+    survival = getattr(stored.config, "survival", False)
+    if cfg.objective.survival and not survival:
+        raise UserError(f"{cfg.head.start} has no survival output: set objective.survival=0, or head.start=verifier")
     log.info(f"start from {cfg.head.start}: {stored.config.kind}, layers {list(stored.config.aux_layers)}")
-    return freeze(attach(stored, verifier).float(), cfg.head).train()
+    head = freeze(attach(stored, verifier, torch.float32), cfg.head).train()
+    if survival and not cfg.objective.survival:
+        head.survival.requires_grad_(False)  # ranks wait for every gradient that is asked for
+    return head
 
 
 def draft_steps(cfg: HeadConf) -> int:
