@@ -52,6 +52,8 @@ class Objective:
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise UserError(f"objective.{name} must be {bound} or more, found {getattr(self, name)}")
+        if not 0 <= self.step_decay <= 1:
+            raise UserError(f"objective.step_decay must lie in 0..1, found {self.step_decay}")
         if self.token_weight == self.feature_weight == self.top_k_weight == 0:
             raise UserError("the objective has no loss: give token_weight, feature_weight or top_k_weight")
 

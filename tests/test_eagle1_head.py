@@ -86,3 +86,10 @@ def test_settings_that_cannot_be_are_said():
     ):
         with pytest.raises(UserError, match=message):
             replace(config, **changes)
+
+
+def test_a_float32_head_drafts_over_a_narrow_verifier():
+    """The LM head is the verifier's own tensor, in its dtype."""
+    head = make_other("eagle1").float()
+    head.lm_head_VD = head.lm_head_VD.bfloat16()
+    assert head.logits(torch.randn(2, D)).dtype == torch.bfloat16

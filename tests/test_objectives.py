@@ -201,6 +201,7 @@ def test_labels_of_the_text_are_used_up_in_place():
         ({"tokens": "mine"}, "objective.tokens must be given or own"),
         ({"noise": -1.0}, "objective.noise must be 0 or more"),
         ({"feature_weight": float("nan")}, "objective.feature_weight"),
+        ({"step_decay": -1.0}, "objective.step_decay must lie in 0..1, found -1.0"),
         ({"top_k": 0}, "objective.top_k must be 1 or more"),
         ({"token_weight": 0.0}, "has no loss"),
     ],

@@ -17,7 +17,7 @@ from conf.schema import TrainConf
 from data.prepare import needs_verifier
 from models import embedded
 from models.heads import captured_layers
-from models.introspect import check_aux_layers
+from models.introspect import check_aux_layers, geometry
 from models.loading import FILE_DTYPES, explained
 from models.vocab import draft_vocab_size
 from train.build import draft_steps
@@ -54,10 +54,9 @@ def sizes(cfg: TrainConf) -> Sizes:
         # What is no folder and no possible hub name comes as a ValueError, but is a place that cannot be reached.
         unreachable = local is None and isinstance(error, ValueError)
         raise explained(source, local, OSError(str(error)) if unreachable else error) from error
-    D, L, V, MLP = text.hidden_size, text.num_hidden_layers, text.vocab_size, text.intermediate_size
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or D // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    shape, L, V = geometry(text, text.vocab_size), text.num_hidden_layers, text.vocab_size
+    D, MLP, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     A = len(check_aux_layers(captured_layers(cfg.head.name, cfg.verifier.aux_layers), L))
     R = draft_vocab_size(cfg.head.draft_vocab_size, V)
     mlp, out, qkv = 3 * D * MLP, heads * size * D, (heads + 2 * kv_heads) * size * D

@@ -163,6 +163,7 @@ def train_arms(job: Job, runs: Sequence[Run], train_head: Callable[[Job], dict])
                 raise KeyboardInterrupt(f"continue with: python -m train resume={job.folder}") from None
             if job.rank == 0:
                 ledgers.write(run.folder, records[run.folder.name])
+            gc.collect()  # the arm's optimizer hangs in Lightning's circles
         steps = steps or records[run.folder.name]["training"]["steps"]
     record = next(iter(records.values()))
     training = {name: one["training"] for name, one in records.items()}

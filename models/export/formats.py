@@ -41,8 +41,12 @@ def write_export(
 
 
 def exported(stored: StoredHead, out: Path) -> Path | None:
-    """The default layout of this kind of head; None, with a log line, where it has none."""
+    """The default layout of this kind of head; None, with a log line, where it has none that holds this head."""
     if stored.config.kind not in FORMATS:
         log.info(f"no serving layout for {stored.config.kind} heads yet: the native head/ is all that is written")
         return None
-    return write_export(stored, out)
+    try:
+        return write_export(stored, out)
+    except UserError as error:  # a head that was published with biases: the run goes on without an export
+        log.warning(f"no export: {error}")
+        return None

@@ -78,6 +78,11 @@ def config_json(stored: StoredHead, dtype: torch.dtype) -> dict:
     """config.json as both engines read it. With the default captured layers it names none: each engine's own
     default is then right, while their conventions for written ids differ by one."""
     config = stored.config
+    if stored.verifier.num_layers in config.aux_layers:
+        raise UserError(
+            f"expected captured layers below {stored.verifier.num_layers}, found {list(config.aux_layers)}: the last "
+            "is the state after the final norm here, and before it in the engines"
+        )
     values = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **llama_values(stored, dtype),

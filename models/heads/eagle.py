@@ -131,7 +131,7 @@ class EagleHead(nn.Module, ABC):
 
     def logits(self, out: Tensor) -> Tensor:
         """Layer output [.., D] -> draft logits [.., R]."""
-        logits = F.linear(self.final(out), self.lm_weight)
+        logits = F.linear(self.final(out).to(self.lm_weight.dtype), self.lm_weight)  # the verifier's may be bfloat16
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     # --- training ---------------------------------------------------------------------------------------------
