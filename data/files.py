@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_json(path: Path, value: object) -> None:
     """Atomic: another process sees the old file or the new one."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict:

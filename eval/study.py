@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -16,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Group
 from rich.table import Table
 
+from data.files import write_json
 from eval import report
 from eval.counts import Counts
 from eval.exposure import RESAMPLES, Exposure, draws, intervals, shares
@@ -173,14 +172,6 @@ def _plain(value_1K: np.ndarray) -> list[float | None]:
     return [None if np.isnan(x) else float(x) for x in value_1K[0]]
 
 
-def write_record(values: dict, path: Path) -> Path:
-    """Writes study.json whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    os.replace(part, path)
-    return path
-
-
 # --- what people see ------------------------------------------------------------------------------------------
 
 Rows = tuple[str, tuple[str, ...], list[tuple[str, ...]]]  # title, head, rows
@@ -291,7 +282,8 @@ def write_study(values: dict, folder: Path, plots: bool = True, page: bool = Tru
 
     Returns the page, without one study.json.
     """
-    path = write_record(values, folder / "study.json")
+    path = folder / "study.json"
+    write_json(path, values)
     (folder / "study.md").write_text(markdown(values))
     picture = plot_study(values, folder / "study.png") if plots or page else None
     return _write_page(values, picture, folder / "study.html") if page else path
