@@ -11,11 +11,11 @@ demo bench: export MALLOC_MMAP_THRESHOLD_ := 4294967296
 demo bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench test check clean
+.PHONY: help setup demo bench test exactness check clean
 
 help: ## this page
 	@echo "Eyrie trains EAGLE draft heads and measures the acceptance they will get. Begin with: make demo"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## virtual environment in .venv (pinned, editable), the verifier converted into the cache
 	@$(BIN)/python -c 'from models.embedded import folder; print("verifier:", folder())'
@@ -37,6 +37,9 @@ bench: setup ## speed of decoding and of the training step against simple rivals
 
 test: setup ## the whole test suite
 	$(BIN)/python -m pytest
+
+exactness: setup ## the exactness suite with its calibration over 200 seeds, and SmolLM2 by every drafter: 20 minutes
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_exactness.py tests/test_identity.py tests/test_acceptance.py
 
 check: setup ## ruff, the import arrow, every configuration composed
 	$(BIN)/ruff check .

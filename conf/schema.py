@@ -113,8 +113,14 @@ class TrainerConf:
 
 @dataclass
 class DecodeConf:
-    mode: str = "chain"
-    depth: int = 5
+    mode: str = "chain"  # or tree
+    depth: int = 5  # drafts of a chain, levels of a tree
+    branch: int = 10  # EAGLE-2's k: nodes of a level that go on, and children of each
+    total_tokens: int = 60  # of an EAGLE-2 tree, the pending token included
+    shape: Any = None  # of a fixed tree instead: children a level, [2,2,2], or paths of ranks, [[0],[1],[0,0]]
+    min_confidence: float = 0.0  # drafts of a less likely path are left out
+    points: bool = False  # at a temperature: the draft's best tokens, as point masses, instead of draws from its law
+    batch: int = 1  # sequences decoded at once
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -237,6 +243,7 @@ class BenchCommandConf(RunConf):
     repeats: int = 5
     max_new_tokens: int = 48
     depth: int = 5
+    draft_layers: int = 4  # decode: the verifier's own first layers as an independent draft
     batches: list[int] = field(default_factory=lambda: [8, 64])  # decode: sequences generated at once
     steps: list[int] = field(default_factory=lambda: [1, 3, 7])  # train: TTT steps K
     out: str | None = None  # null: outputs/bench/KIND-TIME.json

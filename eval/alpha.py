@@ -38,7 +38,10 @@ DEFINITIONS = {
     "out_of_vocab_rate": "share of emitted tokens that the drafter has no candidate for.",
     "times": "median seconds: t_decode a plain step, t_verify by rows of the call, t_draft_first the pass over all new "
     "rows, t_draft each later draft step, t_other the rest of a round.",
-    "cost_ratio": "t_draft / t_verify at the depth that was run.",
+    "cost_ratio": "t_draft / t_verify of the drafts that were run.",
+    "nodes": "the most candidates of a draft; as many as `depth` in a chain.",
+    "batch": "sequences decoded at once; all times are then a sequence's share of the call.",
+    "predicted_speedup": "tau t_decode / (t_verify + t_draft_first + (levels - 1) t_draft + t_other), of this run.",
     "repetition_rate": "share of tokens inside an 8-gram that occurs more than once in its text: many flatter tau.",
     "prompt_lookup_tau": "tau that copying from the text so far (suffix of up to 3 tokens) reaches on the same texts.",
     "tokens_per_second": "tokens handed out after the first / seconds of decoding, the prefill left out of both.",
@@ -80,6 +83,8 @@ class AlphaReport:
     measured: str
     decode: str
     depth: int
+    nodes: int
+    batch: int
     temperature: float
     top_p: float
     top_k: int
@@ -94,6 +99,7 @@ class AlphaReport:
     tested_by_depth: list[int]
     accepted_by_depth: list[int]
     predicted: dict | None
+    predicted_speedup: float | None
     by_category: dict[str, dict]
     prompts: list[dict]
     skipped: list[str]
@@ -127,7 +133,7 @@ def evaluate(
     Raises UserError when none is left.
     """
     positions = verifier.head_geometry["max_position_embeddings"]
-    room = positions - settings.max_new_tokens - 2 * (settings.depth + 1)
+    room = positions - settings.room
     fitting = [p for p in prompts if len(p.input_ids) <= room]
     if not fitting:
         raise UserError(
@@ -141,7 +147,7 @@ def evaluate(
             times = replay_times(verifier, drafter, runs, settings) if settings.baseline else None
         else:
             runs = run_prompts(verifier, drafter, fitting, settings, progress)
-            times = measure_times(verifier, runs, settings.depth) if settings.baseline else None
+            times = measure_times(verifier, drafter, runs, settings.batch) if settings.baseline else None
         same_rule = settings.baseline and settings.sampling.greedy and not settings.replay
         found = [first_difference(verifier, run) for run in runs] if same_rule else []
     return _report(verifier, drafter, runs, settings, times, [f for f in found if f], same_rule, threads, head,
@@ -157,7 +163,7 @@ def _report(verifier, drafter, runs, settings, times, found, same_rule, threads,
         **_numbers(counts),
         out_of_vocab_rate=_out_of_vocab_rate(drafter, runs),
         times=times_to_dict(times) if times else None,
-        cost_ratio=times.draft / times.verify(settings.depth + 1) if times else None,
+        cost_ratio=times.draft / times.verify(drafter.nodes + 1) if times else None,
         dtype=str(verifier.dtype).removeprefix("torch."),
         threads=threads,
         repetition_rate=_repetition_rate(runs),
@@ -169,8 +175,10 @@ def _report(verifier, drafter, runs, settings, times, found, same_rule, threads,
         ties=[f for f in found if f["gap"] < TIE],
         differences=differences,
         measured="replay" if settings.replay else "loop",
-        decode=settings.mode,
-        depth=settings.depth,
+        decode=shape_name(drafter, settings),
+        depth=drafter.depth,
+        nodes=drafter.nodes,
+        batch=settings.batch,
         temperature=settings.sampling.temperature,
         top_p=settings.sampling.top_p,
         top_k=settings.sampling.top_k,
@@ -184,7 +192,8 @@ def _report(verifier, drafter, runs, settings, times, found, same_rule, threads,
         intervals=_intervals(counts, runs),
         tested_by_depth=counts.tested_by_depth,
         accepted_by_depth=counts.accepted_by_depth,
-        predicted=_predicted(counts, times),
+        predicted=_predicted(counts, times) if drafter.depth == drafter.nodes else None,
+        predicted_speedup=predicted_speedup(counts, times, drafter),
         by_category=_by_category(runs),
         prompts=[_prompt_row(run) for run in runs],
         skipped=skipped,
@@ -233,6 +242,22 @@ def _predicted(counts: Counts, times: Times | None) -> dict | None:
     """What the measured profile and times promise at each depth up to the one run."""
     profile = list(takewhile(lambda a: a is not None, counts.alpha_by_depth))
     return measured_outlook(profile, times).to_dict() if times and profile else None
+
+
+def predicted_speedup(counts: Counts, times: Times | None, drafter: Drafter) -> float | None:
+    """tau and the times of the drafts that were run: S = tau t_decode / (t_verify + t_draft_first + .. + t_other)."""
+    if not times or not counts.tau:
+        return None
+    levels = sum(counts.drafted_by_depth) / counts.verify_calls  # fewer than depth where drafting stopped early
+    width = 1 + counts.drafted / counts.verify_calls
+    drafting = times.draft_first + max(0.0, levels - 1) * times.draft
+    return counts.tau * times.decode / (times.verify(width) + drafting + times.other)
+
+
+def shape_name(drafter: Drafter, settings: EvalSettings) -> str:
+    """chain, or tree; with how it was drafted where the verifier samples."""
+    name = "chain" if drafter.depth == drafter.nodes else "tree"
+    return name if settings.sampling.greedy or not settings.points else f"{name} of best tokens"
 
 
 def _by_category(runs: Sequence[PromptRun]) -> dict[str, dict]:

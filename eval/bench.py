@@ -22,14 +22,22 @@ from eval.bench_train import bench_train
 from eval.measure import use_threads
 from eval.tables import number
 
+HEADINGS = {
+    "tokens_per_second": "tok/s",
+    "same_text": "same",
+    "draft_ms": "draft",
+    "verify_ms": "verify",
+    "other_ms": "other ms",
+}
+
 
 def bench(cfg) -> Outcome:
     """cfg: conf.schema.BenchCommandConf. Writes one JSON file and prints its rows."""
     kinds = {"decode": bench_decode, "train": bench_train}
     if cfg.kind not in kinds:
         raise UserError(f"say what to measure: python -m eval.bench decode | train; found {cfg.kind}")
-    if min([cfg.repeats, cfg.max_new_tokens - 1, cfg.depth, *cfg.batches, *cfg.steps]) < 1:
-        raise UserError("repeats, depth, batches and steps must be 1 or more, max_new_tokens 2 or more")
+    if min([cfg.repeats, cfg.max_new_tokens - 1, cfg.depth, cfg.draft_layers, *cfg.batches, *cfg.steps]) < 1:
+        raise UserError("repeats, depth, draft_layers, batches and steps must be 1 or more, max_new_tokens 2 or more")
     with use_threads(cfg.threads) as threads:
         verifier, rows = kinds[cfg.kind](cfg)
     values = {
@@ -50,8 +58,8 @@ def as_table(values: dict) -> Table:
     table = Table(title=f"{values['kind']}: {values['verifier']}, {machine}, median of {values['repeats']}")
     names = list(dict.fromkeys(name for row in values["rows"] for name in row))
     for name in names:
-        heading = name.replace("tokens_per_second", "tokens/s").replace("_", " ")
-        table.add_column(heading, justify="left" if name == "name" else "right", no_wrap=name == "name")
+        heading = HEADINGS.get(name, name.replace("_", " "))
+        table.add_column(heading, justify="left" if name == "name" else "right", no_wrap=True)
     for row in values["rows"]:
         cells = [row.get(name) for name in names]
         table.add_row(*[cell if isinstance(cell, str) else number(cell, 2) for cell in cells])

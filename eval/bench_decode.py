@@ -1,4 +1,4 @@
-"""Decoding one sequence and many, against transformers' own loop on the same weights."""
+"""Decoding one sequence and many, against transformers' own loops on the same weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from eval.command import load_verifier
 from eval.prompts import load_prompts
 from eval.rivals import against, in_turns
 from eval.speculative.clock import Clock
-from eval.speculative.drafter import HeadDrafter, PromptLookup
+from eval.speculative.copying import Lookahead, PromptLookup
+from eval.speculative.drafter import Drafter
 from eval.speculative.loop import Decoded, Round, plain_decode, speculative_decode
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import ModelScorer, TreeDrafter, drafter_for
+from eval.speculative.shapes import FixedTree, GrowingShape
+from models import introspect
+from models.draft_model import DraftModel
 from models.export.native import load_head, read_head
 from models.loading import load_model
 from models.verifier import Verifier
 
 GREEDY = Sampling()
+TREES = {"tree [2,2,2]": FixedTree.of([2, 2, 2]), "EAGLE-2 of 16": GrowingShape(4, 4, 16)}
 
 
 def bench_decode(cfg) -> tuple[Verifier, list[dict]]:
@@ -35,12 +41,28 @@ def bench_decode(cfg) -> tuple[Verifier, list[dict]]:
     return verifier, rows + _many_sequences(cfg, verifier, prompts, rows[0]["tokens_per_second"])
 
 
+def drafters(cfg, verifier: Verifier, head) -> dict[str, Drafter]:
+    """Ours, by name: those without a model, the verifier's first layers as a draft, and the head by chain and tree.
+
+    Chains are `depth` long where no other length is said; so are transformers'.
+    """
+    chain, layers = FixedTree.chain(cfg.depth), cfg.draft_layers
+    first = Verifier(_copy(cfg, verifier, layers), verifier.tokenizer, verifier.name, aux_layers=[])
+    scorer = ModelScorer(DraftModel(first, verifier), verifier.device)
+    found: dict[str, Drafter] = {
+        "prompt lookup": PromptLookup(cfg.depth),
+        "Lookahead": Lookahead(),
+        f"first {layers} layers": TreeDrafter(scorer, chain, GREEDY),
+    }
+    if head is not None:
+        shapes = {f"N={n}": FixedTree.chain(n) for n in range(1, cfg.depth + 1)} | TREES
+        found |= {f"head, {name}": drafter_for(head, shape, GREEDY) for name, shape in shapes.items()}
+    return found
+
+
 def _one_sequence(cfg, verifier: Verifier, head, prompts: list[list[int]]) -> list[dict]:
     """Plain decoding first, then its rivals. Each round is another prompt, the same for all."""
-    clock, plain, theirs = Clock(verifier.device), "plain decoding", "transformers generate"
-    drafters = {f"prompt lookup, N={cfg.depth}": (PromptLookup(), cfg.depth)}
-    if head is not None:
-        drafters |= {f"head, N={n}": (HeadDrafter(head, GREEDY), n) for n in range(1, cfg.depth + 1)}
+    clock, plain = Clock(verifier.device), "plain decoding"
     texts: dict[str, list[Decoded]] = {}
 
     def timed(name: str, decode: Callable[..., Decoded], *models, **options) -> Callable[[int], float]:
@@ -54,15 +76,15 @@ def _one_sequence(cfg, verifier: Verifier, head, prompts: list[list[int]]) -> li
         return run
 
     rivals = {plain: timed(plain, plain_decode, verifier, sampling=GREEDY)}
-    rivals[theirs] = timed(theirs, _transformers(cfg, verifier))
-    for name, (drafter, depth) in drafters.items():
-        rivals[name] = timed(name, speculative_decode, verifier, drafter, depth=depth, sampling=GREEDY)
+    rivals |= {name: timed(name, decode) for name, decode in _transformers(cfg, verifier).items()}
+    for name, drafter in drafters(cfg, verifier, head).items():
+        rivals[name] = timed(name, speculative_decode, verifier, drafter, sampling=GREEDY)
     rates = in_turns(rivals, cfg.repeats)
     rows = []
     for name, rate in rates.items():
         same = [text.tokens == ours.tokens for text, ours in zip(texts[name], texts[plain], strict=True)][1:]
         row = {"name": name, "tokens_per_second": median(rate), "ratio": against(rate, rates[plain])}
-        row["same_text"] = f"{sum(same)} of {len(same)}"
+        row["same_text"] = f"{sum(same)}/{len(same)}"
         rows.append(row | _time_split([call for text in texts[name][1:] for call in text.rounds]))
     return rows
 
@@ -88,23 +110,45 @@ def _many_sequences(cfg, verifier: Verifier, prompts: list[list[int]], plain: fl
     ]
 
 
-def _transformers(cfg, verifier: Verifier) -> Callable[..., Decoded]:
-    """Greedy `generate` on a second, untouched copy of the weights: the adapter changes its own in place."""
+def _copy(cfg, verifier: Verifier, layers: int | None = None):
+    """A second copy of the verifier's weights as transformers loads them (the adapter changes its own in place).
+
+    layers: only the first ones.
+    """
     saved = {"trust_remote_code": cfg.verifier.trust_remote_code, "revision": cfg.verifier.revision}
     model = load_model(verifier.name, dtype=verifier.dtype, device=str(verifier.device), **saved).model.eval()
+    if layers is not None:
+        del introspect.find_parts(model).layers[layers:]
+        model.config.get_text_config().num_hidden_layers = layers
+    return model
+
+
+def _transformers(cfg, verifier: Verifier) -> dict[str, Callable[..., Decoded]]:
+    """transformers' greedy loops by name: plain, with prompt lookup, and assisted by the model's own first layers."""
+    model, assistant = _copy(cfg, verifier), _copy(cfg, verifier, cfg.draft_layers)
+    assistant.generation_config.num_assistant_tokens = cfg.depth
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
     options = {"do_sample": False, "eos_token_id": list(verifier.eos_ids), "pad_token_id": verifier.eos_ids[0]}
 
-    def decode(prompt_ids: list[int], max_new_tokens: int) -> Decoded:
-        ids_1T = torch.tensor([prompt_ids], device=verifier.device)
-        mask_1T = torch.ones_like(ids_1T)
-        out_1T = model.generate(ids_1T, attention_mask=mask_1T, max_new_tokens=max_new_tokens, **options)
-        return Decoded(out_1T[0, len(prompt_ids) :].tolist(), "", 0.0, 0.0)
+    def decoder(**more) -> Callable[..., Decoded]:
+        def decode(prompt_ids: list[int], max_new_tokens: int) -> Decoded:
+            ids_1T = torch.tensor([prompt_ids], device=verifier.device)
+            settings = {"attention_mask": torch.ones_like(ids_1T), "max_new_tokens": max_new_tokens}
+            out_1T = model.generate(ids_1T, **settings, **options, **more)
+            return Decoded(out_1T[0, len(prompt_ids) :].tolist(), "", 0.0, 0.0)
 
-    return decode
+        return decode
+
+    return {
+        "transformers generate": decoder(),
+        "transformers prompt lookup": decoder(prompt_lookup_num_tokens=cfg.depth),
+        f"transformers, {cfg.draft_layers} layers": decoder(assistant_model=assistant),
+    }
 
 
 def _time_split(calls: list[Round]) -> dict:
-    """tau, and median milliseconds of a round's parts."""
+    """tau, median milliseconds of a round's parts, and the share of time outside the two models."""
     if not calls:
         return {}
     parts = {
@@ -113,4 +157,5 @@ def _time_split(calls: list[Round]) -> dict:
         "other_ms": [call.seconds - call.draft_seconds - call.verify_seconds for call in calls],
     }
     tau = 1 + sum(call.accepted for call in calls) / len(calls)
-    return {"tau": tau} | {name: 1e3 * median(seconds) for name, seconds in parts.items()}
+    share = sum(parts["other_ms"]) / sum(call.seconds for call in calls)
+    return {"tau": tau} | {name: 1e3 * median(seconds) for name, seconds in parts.items()} | {"other_share": share}

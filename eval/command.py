@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -20,16 +19,24 @@ from eval.alpha import AlphaReport, evaluate
 from eval.measure import EvalSettings
 from eval.prompts import Prompt, load_prompts
 from eval.report import write_plots, write_report
-from eval.speculative.drafter import Drafter, ModelDrafter, drafter_for
+from eval.speculative.copying import Lookahead, NoDraft, PromptLookup
+from eval.speculative.drafter import Drafter
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import ModelScorer, TreeDrafter, drafter_for
+from eval.speculative.shapes import FixedTree, GrowingShape, Shape
 from eval.tables import alpha_tables
 from models.draft_model import DraftModel
 from models.export.folder import WEIGHTS as PUBLISHED_WEIGHTS
 from models.export.native import WEIGHTS, StoredHead, attach, head_folder, load_head, read_head
-from models.export.warm import chance_warning, is_published, layers_wanted, read_any
+from models.export.warm import chance_warning, is_published, layers_wanted, named_verifier, read_any
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
+WITHOUT_MODEL: dict[str, Callable[[EvalSettings], Drafter]] = {
+    "none": lambda settings: NoDraft(),
+    "prompt_lookup": lambda settings: PromptLookup(settings.depth),
+    "lookahead": lambda settings: Lookahead(),
+}
 
 
 def evaluate_run(cfg) -> Outcome:
@@ -62,9 +69,9 @@ class Candidate:
     """What is measured: a head (None for a model that was not trained here), its drafter, and how a report names it."""
 
     head: torch.nn.Module | None
-    drafter: Callable[[Sampling], Drafter]
+    drafter: Callable[[EvalSettings], Drafter]
     name: str
-    hash: str
+    hash: str | None
 
 
 def load_candidate(cfg, run: Path) -> tuple[Verifier, Candidate]:
@@ -73,15 +80,22 @@ def load_candidate(cfg, run: Path) -> tuple[Verifier, Candidate]:
     if cfg.run and not is_published(run):
         verifier = load_verifier(run, read_head(run), cfg.decode.dtype, given)
         return verifier, candidate_of(load_head(run, verifier, verifier.dtype), run)
+    if cfg.run and given["source"] is None:
+        given["source"] = named_verifier(run)
     if given["source"] is None:
-        raise UserError(f"{run} is no run of ours: say which verifier it drafts for, verifier_source=MODEL")
+        raise UserError(f"{run} names no verifier: say which verifier it drafts for, verifier_source=MODEL")
     options = {name: value for name, value in given.items() if value is not None}
     if cfg.draft:
         verifier = Verifier.load(dtype=cfg.decode.dtype, aux_layers=[], **options)
+        if cfg.draft in WITHOUT_MODEL:
+            return verifier, Candidate(None, WITHOUT_MODEL[cfg.draft], cfg.draft, None)
         model = Verifier.load(cfg.draft, dtype=cfg.decode.dtype, device=str(verifier.device), aux_layers=[])
         draft = DraftModel(model, verifier)
-        drafter = functools.partial(ModelDrafter, draft, device=verifier.device)
-        return verifier, Candidate(None, lambda sampling: drafter(sampling=sampling), cfg.draft, model.weights_hash)
+
+        def drafter(settings: EvalSettings) -> Drafter:
+            return TreeDrafter(ModelScorer(draft, verifier.device), settings.shape, settings.sampling, settings.points)
+
+        return verifier, Candidate(None, drafter, cfg.draft, model.weights_hash)
     verifier = Verifier.load(dtype=cfg.decode.dtype, aux_layers=layers_wanted(run), **options)
     head = attach(read_any(run, verifier), verifier, verifier.dtype)
     return verifier, candidate_of(head, run, run / PUBLISHED_WEIGHTS)
@@ -90,7 +104,7 @@ def load_candidate(cfg, run: Path) -> tuple[Verifier, Candidate]:
 def candidate_of(head: torch.nn.Module, run: Path, weights: Path | None = None) -> Candidate:
     """A head as it was saved in `run`; weights: its file, the native one when not given."""
     digest = hashlib.sha256((weights or head_folder(run) / WEIGHTS).read_bytes()).hexdigest()
-    return Candidate(head, functools.partial(drafter_for, head), shown(run), digest)
+    return Candidate(head, lambda s: drafter_for(head, s.shape, s.sampling, s.points), shown(run), digest)
 
 
 def load_verifier(run: Path, stored: StoredHead, dtype: str, given: dict | None = None) -> Verifier:
@@ -112,13 +126,35 @@ def load_verifier(run: Path, stored: StoredHead, dtype: str, given: dict | None 
 def settings_of(decode, seed: int, threads: int | None = None, temperature: float | None = None) -> EvalSettings:
     """`EvalSettings` of a conf.schema.DecodeConf; `temperature` wins over its own."""
     return EvalSettings(
-        depth=decode.depth,
+        shape=shape_of(decode),
+        points=decode.points,
+        batch=decode.batch,
         sampling=Sampling(decode.temperature if temperature is None else temperature, decode.top_k, decode.top_p),
         max_new_tokens=decode.max_new_tokens,
         seed=seed,
         threads=threads,
-        mode=decode.mode,
     )
+
+
+def shape_of(decode) -> Shape:
+    """The drafts of a conf.schema.DecodeConf. Raises UserError for a mode or a size that there isn't."""
+    for name in ("depth", "branch"):
+        if getattr(decode, name) < 1:
+            raise UserError(f"decode.{name} must be 1 or more, found {getattr(decode, name)}")
+    if decode.total_tokens < 2:
+        raise UserError(
+            f"decode.total_tokens must be 2 or more (one is the pending token), found {decode.total_tokens}"
+        )
+    if not 0 <= decode.min_confidence < 1:
+        raise UserError(f"decode.min_confidence must lie in [0, 1), found {decode.min_confidence}")
+    if decode.mode == "chain":
+        return FixedTree.chain(decode.depth, decode.min_confidence)
+    if decode.mode != "tree":
+        raise UserError(f"decode must be chain or tree, found {decode.mode}")
+    if decode.shape is not None:
+        spec = OmegaConf.to_container(decode.shape) if OmegaConf.is_config(decode.shape) else decode.shape
+        return FixedTree.of(spec, decode.min_confidence)
+    return GrowingShape(decode.depth, decode.branch, decode.total_tokens, decode.min_confidence)
 
 
 def measure(
@@ -127,7 +163,7 @@ def measure(
     """Acceptance, tau and speed of a candidate on these prompts."""
     report = evaluate(
         verifier,
-        lambda: candidate.drafter(settings.sampling),
+        lambda: candidate.drafter(settings),
         prompts,
         settings,
         progress,

@@ -22,9 +22,20 @@ from data.files import write_json
 from eval import report
 from eval.counts import Counts, bootstrap_tau, paired_bootstrap, pool, wilson
 from eval.plots import plot_summary
-from eval.tables import number, span
+from eval.tables import markdown_table, number, span
 
-SAME = ("verifier_hash", "decode", "depth", "temperature", "top_p", "top_k", "max_new_tokens", "dtype")
+SAME = (
+    "verifier_hash",
+    "decode",
+    "depth",
+    "nodes",
+    "batch",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "dtype",
+)
 DEFINITIONS = {
     "tau": "1 + accepted / verify_calls, counts pooled over prompts and runs.",
     "tau_interval": "95 %: prompts drawn anew, with their counts of all runs. It holds for these heads: another seed's "
@@ -67,7 +78,7 @@ def read_arms(runs: list[str], names: list[str]) -> list[Arm]:
     first = values[0]
     for run, value in zip(runs, values, strict=True):
         for name in SAME:
-            ours, theirs = first[name], value[name]
+            ours, theirs = first.get(name), value.get(name)
             if ours != theirs:
                 raise UserError(
                     f"expected runs that were measured alike, found {name} {ours} in {runs[0]} and {theirs} "
@@ -142,7 +153,7 @@ def comparison(arms: list[Arm], base: Arm) -> dict:
     return {
         "base": base.name,
         "prompts": len(base.by_prompt),
-        **{name: first[name] for name in ("verifier", *SAME)},
+        **{name: first.get(name) for name in ("verifier", *SAME)},
         "arms": {arm.name: arm_row(arm, base) for arm in arms},
         "definitions": DEFINITIONS,
     }
@@ -191,12 +202,9 @@ def title(values: dict) -> str:
 
 def markdown(values: dict) -> str:
     """Both tables to paste, with what their numbers mean."""
-    parts = [title(values)]
-    for heads, *lines in (acceptance_rows(values), run_rows(values)):
-        rows = [heads, ("---",) * len(heads), *lines]
-        parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows))
-    parts.append("\n".join(f"- {name}: {text}" for name, text in values["definitions"].items()))
-    return "\n\n".join(parts) + "\n"
+    blocks = [markdown_table(heads, lines) for heads, *lines in (acceptance_rows(values), run_rows(values))]
+    definitions = "\n".join(f"- {name}: {text}" for name, text in values["definitions"].items())
+    return "\n\n".join([title(values), *blocks, definitions]) + "\n"
 
 
 def tables(values: dict) -> Group:

@@ -16,8 +16,8 @@ class Counts:
     """Sums over verify calls; lists are by depth, depth 1 first.
 
     drafted counts proposed tokens (every node of a tree); the *_by_depth lists follow the accepted path: a
-    depth is drafted when the call's draft reached it, tested when all before it was accepted as well, and
-    accepted when it passed. A depth that a draft didn't reach is neither drafted nor a miss.
+    depth is drafted when the call's draft reached it, tested when all before it was accepted as well and the path goes
+    on, and accepted when it passed. A depth that a draft didn't reach is neither drafted nor a miss.
     """
 
     verify_calls: int = 0
@@ -30,7 +30,8 @@ class Counts:
 
     def add(self, call: Round) -> None:
         """Counts one verify call; the prefill is no verify call."""
-        assert not call.prefill and call.accepted <= call.depth and len(call.emitted) == call.accepted + 1
+        assert not call.prefill and len(call.emitted) == call.accepted + 1
+        assert call.accepted <= call.tested <= min(call.depth, call.accepted + 1), call
         self.verify_calls += 1
         self.drafted += len(call.drafted)
         self.accepted += call.accepted
@@ -38,7 +39,7 @@ class Counts:
         self._deepen(call.depth)
         for k in range(call.depth):
             self.drafted_by_depth[k] += 1
-            self.tested_by_depth[k] += k <= call.accepted
+            self.tested_by_depth[k] += k < call.tested
             self.accepted_by_depth[k] += k < call.accepted
 
     def __iadd__(self, other: Counts) -> Counts:

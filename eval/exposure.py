@@ -25,7 +25,7 @@ from eval.counts import Counts
 from eval.measure import EvalSettings
 from eval.prompts import Prompt
 from eval.replay import Recording, record, replay, states_of
-from eval.speculative.drafter import drafter_for
+from eval.speculative.scorers import drafter_for
 from models.states import VerifierStates
 from models.supervision import supervised
 
@@ -89,14 +89,14 @@ def measure_heads(
     Prompts that leave no room for one are left out, with a warning; UserError when none is left.
     """
     assert settings.sampling.greedy, "only greedy text can be replayed"
-    room = verifier.head_geometry["max_position_embeddings"] - settings.max_new_tokens - 2 * (settings.depth + 1)
+    room = verifier.head_geometry["max_position_embeddings"] - settings.room
     fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
     if not fitting:
         raise UserError(f"expected prompts of at most {room} tokens, found none: lower decode.max_new_tokens")
     if len(fitting) < len(prompts):
         log.warning(f"{len(prompts) - len(fitting)} prompts of more than {room} tokens are left out")
     recordings = record(verifier, fitting, settings.max_new_tokens, settings.depth)
-    drafters = {name: drafter_for(head, settings.sampling) for name, head in heads.items()}
+    drafters = {name: drafter_for(head, settings.shape, settings.sampling) for name, head in heads.items()}
     loops: dict[str, list[Counts]] = {name: [] for name in heads}
     with progress_bar() as bar:
         task, said = bar.add_task("replaying", total=len(recordings), rate="prompts"), time.monotonic()
@@ -107,7 +107,7 @@ def measure_heads(
             states = states_of(verifier, recording)
             for name, drafter in drafters.items():
                 counts = Counts()
-                for call in replay(drafter, recording, states, settings.depth, settings.seed).rounds:
+                for call in replay(drafter, recording, states).rounds:
                     counts.add(call)
                 loops[name].append(counts)
             bar.update(task, advance=1)

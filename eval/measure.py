@@ -16,10 +16,13 @@ from data.progress import progress_bar
 from eval.counts import Counts, pool, ratio
 from eval.prompts import Prompt
 from eval.replay import record, replay, states_of
+from eval.speculative.acceptance import accept_points
 from eval.speculative.clock import Clock
-from eval.speculative.drafter import Drafter, PromptLookup
-from eval.speculative.loop import Decoded, Round, plain_decode, speculative_decode, top_two_gap
+from eval.speculative.copying import NoDraft, PromptLookup
+from eval.speculative.drafter import Drafter
+from eval.speculative.loop import Decoded, Round, decode_batch, plain_decode, round_of, top_two_gap
 from eval.speculative.processors import Sampling
+from eval.speculative.shapes import FixedTree, Shape
 from eval.theory import Times
 
 log = logging.getLogger(__name__)
@@ -33,30 +36,42 @@ TIE = 1e-3  # top two logits closer than this are a numerical tie
 class EvalSettings:
     """How a drafter is measured.
 
-    baseline: also decode plainly, for speed and identity. threads: torch's threads during the run, None as it is.
+    shape: of the drafts. points: a drafter's best tokens, not draws from its law, also at a temperature.
+    batch: sequences decoded at once. baseline: also decode plainly, for speed and identity.
+    threads: torch's threads during the run, None as it is.
+    replay: on the verifier's recorded greedy text, without verify calls.
     """
 
-    depth: int = 5
+    shape: Shape = FixedTree.chain(5)
     sampling: Sampling = Sampling()
+    points: bool = False
     max_new_tokens: int = 128
+    batch: int = 1
     baseline: bool = True
     seed: int = 0
     threads: int | None = None
-    mode: str = "chain"
-    replay: bool = False  # on the verifier's recorded greedy text, without verify calls
+    replay: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Levels of a draft."""
+        return self.shape.depth
+
+    @property
+    def room(self) -> int:
+        """Positions that a text needs behind its prompt."""
+        return self.max_new_tokens + 2 * (self.depth + 1)
 
     def __post_init__(self) -> None:
-        if self.mode != "chain":
-            raise UserError(f"decode must be chain, found {self.mode}")
         if self.replay and not self.sampling.greedy:
             raise UserError(
                 f"replay follows the verifier's greedy text, found temperature {self.sampling.temperature:g}: "
                 "leave replay out, or set temperature=0"
             )
-        if self.depth < 1:
-            raise UserError(f"decode.depth must be 1 or more, found {self.depth}")
         if self.max_new_tokens < 2:
             raise UserError(f"max_new_tokens must be 2 or more, found {self.max_new_tokens}")
+        if self.batch < 1:
+            raise UserError(f"decode.batch must be 1 or more, found {self.batch}")
 
 
 @dataclass
@@ -76,12 +91,12 @@ def run_prompts(
     """Decodes each prompt both ways, taking turns at which goes first, after a warm-up of each."""
     runs: list[PromptRun] = []
     if settings.baseline:
-        warm_up = _run_one(verifier, drafter, prompts[0], settings, 0, warm_up=True)
+        warm_up = _run_some(verifier, drafter, prompts[: settings.batch], settings, 0, warm_up=True)
         if progress:
             log.info("%s", estimate(warm_up, len(prompts), settings.max_new_tokens))
     with _bar(len(prompts), progress) as update:
-        for index, prompt in enumerate(prompts):
-            runs.append(_run_one(verifier, drafter, prompt, settings, index))
+        for index in range(0, len(prompts), settings.batch):
+            runs += _run_some(verifier, drafter, prompts[index : index + settings.batch], settings, index)
             update(runs)
     return runs
 
@@ -91,10 +106,10 @@ def replay_prompts(
 ) -> list[PromptRun]:
     """The same rounds as `run_prompts` at temperature 0, without running the verifier's calls (eval.replay)."""
     runs: list[PromptRun] = []
-    recordings = record(verifier, prompts, settings.max_new_tokens, settings.depth)
+    recordings = record(verifier, prompts, settings.max_new_tokens, drafter.depth)
     with _bar(len(prompts), progress) as update:
         for recording in recordings:
-            decoded = replay(drafter, recording, states_of(verifier, recording), settings.depth, settings.seed)
+            decoded = replay(drafter, recording, states_of(verifier, recording))
             ids, counts = list(recording.prompt.input_ids), Counts()
             for call in decoded.rounds:
                 counts.add(call)
@@ -110,9 +125,9 @@ def replay_times(verifier, drafter: Drafter, runs: Sequence[PromptRun], settings
     if not first:
         return None
     longest = max(runs, key=lambda run: (bool(run.speculative.rounds), len(run.prompt.input_ids))).prompt
-    settings = replace(settings, max_new_tokens=min(TIMED_TOKENS, settings.max_new_tokens))
-    _run_one(verifier, drafter, longest, settings, 0, warm_up=True)
-    times = measure_times(verifier, [_run_one(verifier, drafter, longest, settings, 0)], settings.depth)
+    settings = replace(settings, max_new_tokens=min(TIMED_TOKENS, settings.max_new_tokens), batch=1)
+    _run_some(verifier, drafter, [longest], settings, 0, warm_up=True)
+    times = measure_times(verifier, drafter, _run_some(verifier, drafter, [longest], settings, 0), 1)
     return times and replace(times, draft_first=median(first), draft=median(later) if later else median(first))
 
 
@@ -123,31 +138,44 @@ def _draft_seconds(rounds: Iterable[Round]) -> tuple[list[float], list[float]]:
     return first, [r.draft_step_seconds for r in rounds if r.draft_step_seconds is not None]
 
 
-def estimate(warm_up: PromptRun, prompts: int, max_new_tokens: int) -> str:
+def estimate(warm_up: Sequence[PromptRun], prompts: int, max_new_tokens: int) -> str:
     """What lies ahead, from the rates of a first short text."""
     text = f"evaluating {prompts} prompts of up to {max_new_tokens} new tokens, with drafts and without"
-    halves = [decode_rate([warm_up.speculative]), decode_rate([warm_up.baseline])]
+    halves = [decode_rate(run.speculative for run in warm_up), decode_rate(run.baseline for run in warm_up)]
     if not all(tokens for tokens, _ in halves):
         return text
     seconds = prompts * (max_new_tokens - 1) * sum(seconds / tokens for tokens, seconds in halves)
     return f"{text}: up to about {f'{seconds:.0f} s' if seconds < 100 else f'{seconds / 60:.0f} minutes'}"
 
 
-def _run_one(
-    verifier, drafter: Drafter, prompt: Prompt, settings: EvalSettings, index: int, warm_up: bool = False
-) -> PromptRun:
-    ids, length = list(prompt.input_ids), 8 if warm_up else settings.max_new_tokens
+def _run_some(
+    verifier, drafter: Drafter, prompts: Sequence[Prompt], settings: EvalSettings, index: int, warm_up: bool = False
+) -> list[PromptRun]:
+    """One batch, both ways. index: of its first prompt."""
+    ids, length = [list(prompt.input_ids) for prompt in prompts], 8 if warm_up else settings.max_new_tokens
     common = {"max_new_tokens": length, "sampling": settings.sampling, "seed": settings.seed + index}
-    baseline = None
-    if settings.baseline and index % 2 == 0:
-        baseline = plain_decode(verifier, ids, **common)
-    speculative = speculative_decode(verifier, drafter, ids, depth=settings.depth, **common)
-    if settings.baseline and index % 2 == 1:
-        baseline = plain_decode(verifier, ids, **common)
-    counts = Counts()
-    for call in speculative.rounds:
-        counts.add(call)
-    return PromptRun(prompt, speculative, baseline, counts, lookup_counts(ids, speculative.tokens, settings.depth))
+    plain_first, baseline = index // settings.batch % 2 == 0, [None] * len(prompts)
+    if settings.baseline and plain_first:
+        baseline = _plainly(verifier, ids, settings, common)
+    speculative = decode_batch(verifier, drafter, ids, **common)
+    if settings.baseline and not plain_first:
+        baseline = _plainly(verifier, ids, settings, common)
+    runs = []
+    for prompt, text, plain in zip(prompts, speculative, baseline, strict=True):
+        counts = Counts()
+        for call in text.rounds:
+            counts.add(call)
+        lookup = lookup_counts(list(prompt.input_ids), text.tokens, settings.depth)
+        runs.append(PromptRun(prompt, text, plain, counts, lookup))
+    return runs
+
+
+def _plainly(verifier, prompts: list[list[int]], settings: EvalSettings, common: dict) -> list[Decoded]:
+    """The verifier alone, in batches of the same size."""
+    if settings.batch == 1:
+        return [plain_decode(verifier, prompts[0], **common)]
+    texts = decode_batch(verifier, NoDraft(), prompts, **common)
+    return [replace(text, step_seconds=[call.seconds for call in text.rounds], rounds=[]) for text in texts]
 
 
 def lookup_counts(prompt_ids: list[int], text: list[int], depth: int) -> Counts:
@@ -157,16 +185,14 @@ def lookup_counts(prompt_ids: list[int], text: list[int], depth: int) -> Counts:
     verifier's law gives: greedily the argmax, otherwise with probability p(d). A text that follows p can
     therefore be replayed. Only calls that begin `depth` + 1 tokens or more before the end are counted.
     """
-    drafter, counts, at = PromptLookup(), Counts(), 1
-    drafter.start(prompt_ids, text[0])
+    drafter, counts, at = PromptLookup(depth), Counts(), 1
+    drafter.start([prompt_ids], text[:1])
     while at + depth < len(text):
-        tokens = drafter.draft(depth).tokens_N.tolist()
-        passed = 0
-        while passed < len(tokens) and tokens[passed] == text[at + passed]:
-            passed += 1
-        new = text[at : at + passed + 1]
-        counts.add(Round(tuple(tokens), len(tokens), passed, tuple(new)))
-        drafter.accepted(new)
+        [nodes] = drafter.draft().nodes_B
+        [verdict] = accept_points([nodes], lambda _, level, at=at: [text[at + level]])
+        new = text[at : at + len(verdict.nodes) + 1]
+        counts.add(round_of(nodes, verdict, new))
+        drafter.accepted([new])
         at += len(new)
     return counts
 
@@ -182,40 +208,43 @@ def first_difference(verifier, run: PromptRun) -> dict | None:
     return {"prompt": run.prompt.id, "position": at, "plain": plain[at], "speculative": ours[at], "gap": gap}
 
 
-def measure_times(verifier, runs: Sequence[PromptRun], depth: int) -> Times | None:
+def measure_times(verifier, drafter: Drafter, runs: Sequence[PromptRun], batch: int) -> Times | None:
     """Median seconds of each part of a round; None without a baseline or without a drafter that keeps its times.
 
     Verify calls of other widths than the run's are timed afterwards, and scaled by how much faster or slower
-    the run's own width is then: on a shared machine the load may have changed in between.
+    the run's own width is then: on a shared machine the load may have changed in between. In a batch all times are a
+    sequence's share.
     """
     rounds = [r for run in runs for r in run.speculative.rounds]
     steps = [s for run in runs if run.baseline for s in run.baseline.step_seconds]
     first, later = _draft_seconds(rounds)
     if not steps or not first:
         return None
-    longest = max(runs, key=lambda run: len(run.prompt.input_ids))
-    by_width = time_verify(verifier, list(longest.prompt.input_ids), sorted({*WIDTHS, depth + 1}))
-    full = [r.verify_seconds for r in rounds if len(r.drafted) == depth]
+    longest, width = max(runs, key=lambda run: len(run.prompt.input_ids)), drafter.nodes + 1
+    by_width = time_verify(verifier, list(longest.prompt.input_ids), sorted({*WIDTHS, width}), batch)
+    full = [r.verify_seconds for r in rounds if len(r.drafted) == drafter.nodes]
     if full:
-        scale = median(full) / by_width[depth + 1]
+        scale = median(full) / by_width[width]
         by_width = {width: seconds * scale for width, seconds in by_width.items()}
     other = median(r.seconds - r.draft_seconds - r.verify_seconds for r in rounds)
     return Times(median(steps), by_width, median(first), median(later) if later else median(first), other)
 
 
 @torch.no_grad()
-def time_verify(verifier, context: list[int], widths: Sequence[int], repeats: int = 5) -> dict[int, float]:
-    """Median seconds of a verify of each width after `context`, the widths taking turns."""
+def time_verify(
+    verifier, context: list[int], widths: Sequence[int], batch: int = 1, repeats: int = 5
+) -> dict[int, float]:
+    """Median seconds of a verify of each width after `context`, a sequence's share, the widths taking turns."""
     clock, times = Clock(verifier.device), {width: [] for width in widths}
-    cache = verifier.new_cache(1, len(context) + max(widths))
-    verifier.decode(cache, torch.tensor([context], device=verifier.device), logits="none", capture=False)
+    cache = verifier.new_cache(batch, len(context) + max(widths))
+    verifier.decode(cache, torch.tensor([context] * batch, device=verifier.device), logits="none", capture=False)
     for _ in range(repeats):
         for width in widths:
-            tokens_1T = torch.tensor([(context * width)[:width]], device=verifier.device)
+            tokens_BT = torch.tensor([(context * width)[:width]] * batch, device=verifier.device)
             begun = clock.now()
-            verifier.decode(cache, tokens_1T, logits="all", capture=True)
-            times[width].append(clock.now() - begun)
-            cache.truncate([len(context)])
+            verifier.decode(cache, tokens_BT, logits="all", capture=True)
+            times[width].append((clock.now() - begun) / batch)
+            cache.truncate(len(context))
     return {width: median(seconds) for width, seconds in times.items()}
 
 

@@ -20,8 +20,9 @@ from data.files import key_of, only_writer, read_json, replacing, write_json
 from data.generate import Generation, Request, generate
 from data.progress import Meter
 from eval.prompts import Prompt
+from eval.speculative.acceptance import accept_points
 from eval.speculative.drafter import Drafter, Features
-from eval.speculative.loop import Decoded, Round, cut
+from eval.speculative.loop import Decoded, cut, round_of
 
 BATCH = 64  # texts written at once
 
@@ -104,13 +105,13 @@ def states_of(verifier, recording: Recording) -> Features:
     file = folder / f"{key_of({'ids': ids, 'aux_layers': layers})[:16]}.safetensors"
     if file.is_file():
         states = load_file(file, device=str(verifier.device))
-        return Features(states["aux"], states["last"])
+        return Features(states["aux"][None], states["last"][None])
     ids_1T = torch.tensor([ids])
     captured = verifier.capture(ids_1T, torch.zeros_like(ids_1T), torch.arange(len(ids))[None])
-    states = Features(captured.aux_BTAD[0].clone(), captured.last_BTD[0].clone())
-    if 2 * (states.aux_TAD.nbytes + states.last_TD.nbytes) < shutil.disk_usage(folder).free:
+    states = Features(captured.aux_BTAD, captured.last_BTD)
+    if 2 * (states.aux_BTAD.nbytes + states.last_BTD.nbytes) < shutil.disk_usage(folder).free:
         with replacing(file) as temporary:
-            save_file({"aux": states.aux_TAD, "last": states.last_TD}, temporary)
+            save_file({"aux": states.aux_BTAD[0].contiguous(), "last": states.last_BTD[0].contiguous()}, temporary)
     return states
 
 
@@ -134,38 +135,27 @@ def _spare(file: Path) -> int:
     return read_json(file).get("spare", 0)
 
 
-def replay(drafter: Drafter, recording: Recording, states: Features, depth: int, seed: int = 0) -> Decoded:
+def replay(drafter: Drafter, recording: Recording, states: Features) -> Decoded:
     """The rounds that `speculate` would have had at temperature 0, with this drafter and this text.
 
     Of the times, only those of the drafts are there.
     """
     prompt, text, rows = list(recording.prompt.input_ids), list(recording.tokens), len(recording.prompt.input_ids)
-    assert len(text) > recording.length + depth, "the recording is too short for drafts of this depth"
+    assert len(text) > recording.length + drafter.depth, "the recording is too short for drafts of this depth"
 
     def between(start: int, stop: int) -> Features:
-        return Features(states.aux_TAD[start:stop], states.last_TD[start:stop])
+        return Features(states.aux_BTAD[:, start:stop], states.last_BTD[:, start:stop])
 
-    generator = torch.Generator().manual_seed(seed)
-    drafter.start(prompt, text[0], between(0, rows), rows + len(text) + 2 * (depth + 1))
+    drafter.start([prompt], text[:1], between(0, rows), rows + len(text))
     rounds, emitted = [], 1
     while emitted < recording.length:
-        draft = drafter.draft(depth, generator)
-        drafted = draft.tokens_N.tolist()
-        accepted = 0
-        while accepted < len(drafted) and drafted[accepted] == text[emitted + accepted]:
-            accepted += 1
-        new = text[emitted : emitted + accepted + 1]
+        draft = drafter.draft(None)
+        rest = text[emitted:]
+        [verdict] = accept_points(draft.nodes_B, lambda at, level, rest=rest: [rest[level]])
+        new = rest[: len(verdict.nodes) + 1]
         done = rows + emitted - 1  # rows that the verifier had processed
-        drafter.accepted(new, between(done, done + len(new)))
+        drafter.accepted([new], between(done, done + len(new)), None)
         emitted += len(new)
-        rounds.append(
-            Round(
-                tuple(drafted),
-                draft.depth,
-                accepted,
-                tuple(new),
-                draft_first_seconds=draft.first_seconds,
-                draft_step_seconds=draft.step_seconds,
-            )
-        )
+        times = {"draft_first_seconds": draft.first_seconds, "draft_step_seconds": draft.step_seconds}
+        rounds.append(round_of(draft.nodes_B[0], verdict, new, **times))
     return Decoded(text[: recording.length], recording.finish, 0.0, 0.0, rounds=rounds)

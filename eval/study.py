@@ -19,7 +19,7 @@ from eval import report
 from eval.counts import Counts
 from eval.exposure import RESAMPLES, Exposure, draws, intervals, shares
 from eval.plots import COLOURS, LINE, new_figure, read_metrics, save_figure
-from eval.tables import number, span
+from eval.tables import markdown_table, number, span
 
 EXPLANATION = (
     "A head trained on the verifier's true features alone meets its own output for the first time when it serves, from "
@@ -242,10 +242,7 @@ def terminal_tables(values: dict) -> Group:
 
 def markdown(values: dict) -> str:
     """The tables and the explanation as Markdown."""
-    blocks = []
-    for title, head, rows in study_tables(values):
-        lines = [head, ["---"] * len(head), *rows]
-        blocks.append("\n".join([f"**{title}**", "", *("| " + " | ".join(line) + " |" for line in lines)]))
+    blocks = [f"**{title}**\n\n{markdown_table(head, rows)}" for title, head, rows in study_tables(values)]
     return "\n\n".join([*blocks, values["explanation"]]) + "\n"
 
 

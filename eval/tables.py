@@ -1,6 +1,8 @@
-"""alpha.json as tables for the terminal."""
+"""alpha.json as tables for the terminal, and any table as Markdown."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -16,16 +18,23 @@ def span(interval: list[float] | None, digits: int = 3) -> str:
     return "" if interval is None else f"{interval[0]:.{digits}f} to {interval[1]:.{digits}f}"
 
 
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as Markdown, without a line end behind it."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def headline_rows(values: dict) -> list[tuple[str, str, str]]:
     """(name, value, remark) of the numbers that one looks at first."""
     ties, differences = len(values["ties"]), len(values["differences"])
     identical = {True: "yes", False: "NO", None: "-"}[values["identical_to_baseline"]]
+    predicted = values.get("predicted_speedup")
     machine = f"{values['dtype']}, {values['threads']} threads, {values['device']}"
     return [
         ("measured by", values.get("measured", "loop"), machine),
         ("tau", number(values["tau"]), span(values["intervals"]["tau"])),
         ("alpha", number(values["alpha"]), span(values["intervals"]["alpha"])),
-        ("speed-up", number(values["speedup"], 2), "over the verifier alone"),
+        ("speed-up", number(values["speedup"], 2), f"over the verifier alone; predicted {number(predicted, 2)}"),
         ("tokens per second", number(values["tokens_per_second"], 1), "speculative"),
         ("", number(values["baseline_tokens_per_second"], 1), "verifier alone"),
         ("identical to baseline", identical, f"{ties} at ties, {differences} others" if ties or differences else ""),
@@ -38,7 +47,12 @@ def headline_rows(values: dict) -> list[tuple[str, str, str]]:
 
 def alpha_tables(values: dict) -> Group:
     """Headline numbers, n-alpha by depth, and categories, of an alpha.json's values."""
-    how = f"{values['decode']} of {values['depth']}, temperature {values['temperature']:g}"
+    how = f"{values['decode']} of {values['depth']}"
+    if values.get("nodes", values["depth"]) != values["depth"]:
+        how += f" levels and {values['nodes']} nodes"
+    how += f", temperature {values['temperature']:g}" + (
+        f", batch {values['batch']}" if values.get("batch", 1) > 1 else ""
+    )
     title = f"{how}, {len(values['prompts'])} prompts"
     head = Table(title=title, show_header=False)
     for row in headline_rows(values):

@@ -7,6 +7,7 @@ through to `attend` in each layer together with that layer's own window and soft
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from conf.errors import UserError
+from models.cache import KVCache
+from models.tree import TreeRows
 
 NAME = "eyrie"
 BIASES = ("position_bias", "sinks", "indices", "block_indices")  # what some layers add, and no plan knows of
@@ -76,8 +79,8 @@ class CachePlan:
     """Attention of T new rows per sequence over a cache.
 
     length_B: slots in use before the new rows. count_B: how many of the T rows are real.
-    parents_BT: None for a chain; else the parent of each new row, -1 for the cached prefix.
-    Row t of sequence b sits in slot length_B[b] + t, and at position length_B[b] + depth.
+    tree: None for a chain; else the new rows are the last of a tree whose earlier nodes end the cache.
+    Row t of sequence b sits in slot length_B[b] + t, and at its position in `position_BT`.
     masks: made once per forward for each window that the layers ask for.
     """
 
@@ -85,25 +88,36 @@ class CachePlan:
     count_B: list[int]
     tokens: int
     slots: int  # that the keys cover
-    parents_BT: list[list[int]] | None = None
+    tree: TreeRows | None = None
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
-    def depth_BT(self) -> Tensor:
-        """Depth below the cached prefix of each new row, int64 [B, T]; t itself for a chain."""
-        if self.parents_BT is None:
-            return torch.arange(self.tokens).expand(len(self.length_B), -1)
-        depths = []
-        for parents in self.parents_BT:
-            row: list[int] = []
-            for t, parent in enumerate(parents):
-                assert -1 <= parent < t, "a parent comes before its children"
-                row.append(0 if parent < 0 else row[parent] + 1)
-            depths.append(row)
-        return torch.tensor(depths).view(len(self.length_B), self.tokens)
+    @classmethod
+    def over(
+        cls, cache: KVCache, tokens: int, count_B: Sequence[int] | None, tree: TreeRows | None, device: torch.device
+    ) -> CachePlan:
+        """Makes the cache ready for `tokens` new rows; call `cache.advance(plan.count_B)` after the forward.
+
+        Raises UserError when the cache would overflow.
+        """
+        batch = len(cache.length_B)
+        counts = [tokens] * batch if count_B is None else [int(c) for c in count_B]
+        assert len(counts) == batch and all(0 <= c <= tokens for c in counts), "count_B lies in 0..T"
+        rows = None if tree is None else tree.rows(batch, device)
+        assert rows is None or rows.seen_BTN.shape[1] == tokens, f"{tokens} rows for a tree of {rows.seen_BTN.shape}"
+        return cls(list(cache.length_B), counts, tokens, cache.stage(tokens, counts, device), rows)
+
+    @property
+    def position_BT(self) -> Tensor:
+        """Position of each new row, int64; on the CPU for a chain."""
+        length_B1 = torch.tensor(self.length_B)[:, None]
+        if self.tree is None:
+            return length_B1 + torch.arange(self.tokens)
+        depth_BT = self.tree.depth_BN[:, self.tree.earlier :]
+        return length_B1.to(depth_BT.device) - self.tree.earlier + depth_BT
 
     def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """Attention [B, H, T, F] of one layer over the cache's visible slots."""
-        if self.parents_BT is None and max(self.length_B) == 0 and self.slots >= self.tokens:
+        if self.tree is None and max(self.length_B) == 0 and self.slots >= self.tokens:
             new = slice(0, self.tokens)
             return _causal(q_BHTF, k[:, :, new], v[:, :, new], rule)
         window = None if rule.window is not None and rule.window >= self.slots else rule.window
@@ -115,16 +129,17 @@ class CachePlan:
     def _mask(self, window: int | None, like: Tensor) -> Tensor | None:
         """Additive mask [B, 1, T, slots], or None where every row sees every slot."""
         even = min(self.length_B) == max(self.length_B)
-        if self.tokens == 1 and even and window is None and min(self.count_B) == 1:
+        if self.tree is None and self.tokens == 1 and even and window is None and min(self.count_B) == 1:
             return None
         seen_BTC = self._visible(window)
-        mask_BTC = torch.zeros(seen_BTC.shape, dtype=like.dtype).masked_fill_(~seen_BTC, float("-inf"))
+        mask_BTC = torch.zeros(seen_BTC.shape, dtype=like.dtype, device=seen_BTC.device)
+        mask_BTC = mask_BTC.masked_fill_(~seen_BTC, float("-inf"))
         return mask_BTC.unsqueeze(1).to(like.device, non_blocking=True)
 
     def _visible(self, window: int | None) -> Tensor:
         slot_C = torch.arange(self.slots)
         length_B11 = torch.tensor(self.length_B).view(-1, 1, 1)
-        if self.parents_BT is None:
+        if self.tree is None:
             # Rows past the count are junk that nobody reads: they see what the last real row sees, so that no row
             # has an empty softmax (its NaN would spread through masked slots).
             last_B11 = torch.tensor(self.count_B).view(-1, 1, 1) - 1
@@ -132,17 +147,15 @@ class CachePlan:
             position_BT1 = (length_B11 + row_BT1).clamp_min(0)
             seen_BTC = slot_C <= position_BT1
             return seen_BTC if window is None else seen_BTC & (slot_C > position_BT1 - window)
-        depth_BT = self.depth_BT()
-        position_BC = slot_C.repeat(len(self.length_B), 1)
-        seen_BTC = (slot_C < length_B11).repeat(1, self.tokens, 1)
-        for b, (base, parents) in enumerate(zip(self.length_B, self.parents_BT, strict=True)):
-            for t, parent in enumerate(parents[: self.slots - base]):
-                if parent >= 0:
-                    seen_BTC[b, t, base:] = seen_BTC[b, parent, base:]
-                seen_BTC[b, t, base + t] = True
-                position_BC[b, base + t] = base + depth_BT[b, t]
+        tree, device = self.tree, self.tree.seen_BTN.device
+        slot_C, prefix_B1 = slot_C.to(device), length_B11[:, 0].to(device) - tree.earlier
+        node_BC = slot_C - prefix_B1
+        index_BC = node_BC.clamp(0, tree.depth_BN.shape[1] - 1)
+        of_tree_BTC = tree.seen_BTN.gather(2, index_BC[:, None].expand(-1, self.tokens, -1))
+        seen_BTC = (node_BC < 0)[:, None] | (of_tree_BTC & (node_BC == index_BC)[:, None])
         if window is not None:
-            seen_BTC &= position_BC.unsqueeze(1) > length_B11 + depth_BT.unsqueeze(-1) - window
+            position_BC = torch.where(node_BC < 0, slot_C, prefix_B1 + tree.depth_BN.gather(1, index_BC))
+            seen_BTC &= position_BC[:, None] > self.position_BT[..., None] - window
         return seen_BTC
 
 

@@ -23,7 +23,6 @@ class KVCache(Cache):
         self.rows, self.capacity = batch, capacity
         self.length_B: list[int] = [0] * batch
         self.base_B: list[int] = [0] * batch  # lengths before the last decode
-        self.parents_BT: list[list[int]] | None = None  # of the last decode
         self.keys: list[Tensor | None] = []
         self.values: list[Tensor | None] = []
         self._slots: tuple[Tensor, Tensor] | slice = slice(0, 0)
@@ -32,7 +31,7 @@ class KVCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.length_B, default=0)
 
-    def stage(self, tokens: int, count_B: Sequence[int], parents_BT: list[list[int]] | None, device) -> int:
+    def stage(self, tokens: int, count_B: Sequence[int], device) -> int:
         """Make ready for a forward of `tokens` new rows per sequence; returns the number of visible slots."""
         for length, count in zip(self.length_B, count_B, strict=True):
             if length + count > self.capacity:
@@ -40,7 +39,7 @@ class KVCache(Cache):
                     f"expected at most {self.capacity} tokens in the cache, found {length} + {count} new ones: "
                     "make it with a larger capacity, or use shorter prompts or fewer new tokens"
                 )
-        self.base_B, self.parents_BT = list(self.length_B), parents_BT
+        self.base_B = list(self.length_B)
         longest = max(self.length_B)
         self._visible = min(longest + tokens, self.capacity)
         if min(self.length_B) == longest and longest + tokens <= self.capacity:
@@ -111,18 +110,18 @@ class KVCache(Cache):
                 mine[layer][row, :, :length] = source[other_row, :, :length]
         self.length_B[row : row + 1] = [length]
 
-    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
-        """After a tree decode: keep the rows `nodes` (a path from a child of the prefix down), made contiguous."""
-        base = self.base_B[row]
-        if self.parents_BT is None:
-            assert list(nodes) == list(range(len(nodes))), "the accepted rows of a chain are its first ones"
-        else:
-            parents = self.parents_BT[row]
-            assert [parents[n] for n in nodes] == [-1, *nodes][: len(nodes)], f"{list(nodes)} is no path of the tree"
-        moved = [(base + i, base + n) for i, n in enumerate(nodes) if i != n]
-        if moved:
+    def accept_paths(self, nodes_B: Sequence[Sequence[int]]) -> None:
+        """After a decode: of its new rows keep these of each sequence (a path from the prefix down), contiguous.
+
+        Only rows that are not in place are moved, so a chain's accepted rows cost nothing.
+        """
+        moves = []
+        for b, (base, nodes) in enumerate(zip(self.base_B, nodes_B, strict=True)):
+            assert list(nodes) == sorted(set(nodes)), f"{list(nodes)} is no path: a parent comes before its child"
+            assert not nodes or base + nodes[-1] < self.length_B[b], "more nodes than the last decode counted"
+            moves += [(b, base + i, base + n) for i, n in enumerate(nodes) if i != n]
+        if moves:
             for store in self._stores():
-                target, source = (torch.tensor(x, device=store.device) for x in zip(*moved, strict=True))
+                row, target, source = (torch.tensor(x, device=store.device) for x in zip(*moves, strict=True))
                 store[row, :, target] = store[row, :, source]
-        assert base + len(nodes) <= self.length_B[row], "more nodes than the last decode counted"
-        self.length_B[row] = base + len(nodes)
+        self.length_B = [base + len(nodes) for base, nodes in zip(self.base_B, nodes_B, strict=True)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
 from models.cache import KVCache
+from models.tree import TreeRows
 from models.verifier import Verifier
 
 
@@ -21,14 +24,25 @@ class DraftModel:
         self.model = model
         self.ids_R = torch.arange(min(model.vocab_size, verifier.vocab_size), device=verifier.device)
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for one sequence of up to `capacity` tokens."""
-        return self.model.new_cache(1, capacity)
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens each."""
+        return self.model.new_cache(batch, capacity)
 
-    def extend(self, cache: KVCache, tokens_1T: Tensor) -> Tensor:
-        """Append T tokens to the one sequence in the cache; draft logits [R] after the last of them."""
-        decoded = self.model.decode(cache, tokens_1T, logits="last", capture=False)
-        return decoded.logits[0, : len(self.ids_R)]
+    def extend(
+        self,
+        cache: KVCache,
+        tokens_BT: Tensor,
+        count_B: Sequence[int] | None = None,
+        tree: TreeRows | None = None,
+    ) -> Tensor:
+        """Append T tokens to each sequence; draft logits [B, T, R], of a chain's last counted row alone: [B, 1, R].
+
+        Arguments as `Verifier.decode`.
+        """
+        wanted = "last" if tree is None else "all"
+        decoded = self.model.decode(cache, tokens_BT, count_B=count_B, tree=tree, logits=wanted, capture=False)
+        logits = decoded.logits[:, None] if tree is None else decoded.logits
+        return logits[..., : len(self.ids_R)]
 
 
 def check_tokenizers(model: Verifier, verifier: Verifier) -> None:

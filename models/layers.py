@@ -86,20 +86,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def grouped_attention(q_BTHF: Tensor, k_BhCF: Tensor, v_BhCF: Tensor, mask_TC: Tensor | None) -> Tensor:
-    """Attention of T queries over C cached keys with h <= H key heads; returns [B, T, H, F].
-
-    The H/h queries that share a key head ride along the query axis, so keys are never repeated.
-    mask_TC: bool, True where a query may look; None: everywhere.
-    """
-    B, T, H, size = q_BTHF.shape
-    heads = k_BhCF.shape[1]
-    q = q_BTHF.view(B, T, heads, H // heads, size).permute(0, 2, 3, 1, 4).reshape(B, heads, -1, size)
-    mask = None if mask_TC is None else mask_TC.repeat(H // heads, 1)
-    out = F.scaled_dot_product_attention(q, k_BhCF, v_BhCF, attn_mask=mask)
-    return out.view(B, heads, H // heads, T, size).permute(0, 3, 1, 2, 4).reshape(B, T, H, size)
-
-
 def anchor_attention(
     q_PHF: Tensor,
     keys: list[tuple[Tensor, Tensor]],

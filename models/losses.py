@@ -17,7 +17,8 @@ from models.token_loss import TokenTerms, choices, token_loss
 class StepCounts:
     """Sums per draft step, of one batch or of many (`+`). Ratios are the reader's: loss_K / weight_K, ...
 
-    loss_K:    step weight times loss, over counted rows with the verifier's top token in the draft vocabulary.
+    loss_K:    step weight times loss, over counted rows with the verifier's top token in the draft vocabulary; the
+               survival output's over all counted rows, for one without is a certain rejection.
     weight_K:  the same sum of step weights.
     correct_K: rows where the head's argmax is the verifier's full-vocabulary argmax.
     total_K:   all counted rows; those with the top token outside the draft vocabulary are misses.
@@ -34,51 +35,52 @@ class StepCounts:
         return StepCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def head_loss(head, states: VerifierStates, labels: Labels, objective: Objective) -> tuple[Tensor, Tensor, StepCounts]:
+def head_loss(
+    head, states: VerifierStates, labels: Labels, objective: Objective, seed: int = 0
+) -> tuple[Tensor, Tensor, StepCounts]:
     """Sum over counted (anchor, step k) of weight * loss, and the sum of those weights.
 
-    head: any of models.heads.  labels: used up, make them for this call.
+    head: any of models.heads.  labels: used up, make them for this call.  seed: of the noise on this batch's states.
     Returns (loss_sum, weight_sum, counts): divide by the weights of the whole accumulation window and all
     ranks, once, so that padding, splitting and ranks change no gradient. Nothing here waits for the device
     beyond what `unroll` says. Both sums are zero for a batch without label rows.
     """
     K, P = labels.row_KP.shape
     given = {} if labels.tokens_KP is None else {"tokens_KP": labels.tokens_KP}
-    out_ND = torch.cat(list(head.unroll(with_noise(states, objective.noise), K, **given)))
+    out_ND = torch.cat(list(head.unroll(with_noise(states, objective.noise, seed), K, **given)))
     hidden_ND, row_N = head.final(out_ND), labels.row_KP.flatten()
     top_KP = head.inverse_V[labels.top_N][labels.row_KP]
     usable_KP = labels.counted_KP & (top_KP >= 0)
+    dtype = labels.logits_NR.dtype
 
     def hits(choice_N: Tensor) -> Tensor:
         return (choice_N.view(K, P) == top_KP) & labels.counted_KP
 
     # Only weights that depend on what was accepted need a look at the drafts before the loss.
     early = hits(choices(hidden_ND, head.lm_weight)) if objective.weights == "vat" else usable_KP
-    weight_KP = objective.step_weights(early).to(labels.logits_NR.dtype) * usable_KP
+    step_KP = objective.step_weights(early).to(dtype)
+    weight_KP = step_KP * usable_KP
     terms = TokenTerms(objective.token, objective.token_weight, objective.top_k_weight, objective.top_k, head.softcap)
     target_NR = labels.probabilities()
     rows = token_loss(hidden_ND, head.lm_weight, target_NR, row_N, weight_KP.flatten(), terms)
     hit_KP = hits(rows.choice_N)
-    extra_N = torch.zeros_like(rows.loss_N)
+    extra_KP = torch.zeros_like(weight_KP)
     if objective.feature_weight:
-        extra_N = extra_N + objective.feature_weight * feature_loss(out_ND, labels.last_ND[row_N], extra_N.dtype)
+        feature_N = feature_loss(out_ND, labels.last_ND[row_N], dtype)
+        extra_KP = extra_KP + objective.feature_weight * feature_N.view(K, P) * weight_KP
     if objective.survival_weight:
-        survived_N = hit_KP.cumprod(0).flatten().to(extra_N.dtype)
-        logit_N = head.survival(hidden_ND).squeeze(-1).to(extra_N.dtype)
-        bce_N = F.binary_cross_entropy_with_logits(logit_N, survived_N, reduction="none")
-        extra_N = extra_N + objective.survival_weight * bce_N
-
-    def by_step(row_N: Tensor, weight: Tensor) -> Tensor:
-        return (row_N.detach().view(K, P) * weight).sum(1)
-
+        survived_KP, logit_N1 = hit_KP.cumprod(0).to(dtype), head.survival(hidden_ND).to(dtype)
+        bce_KP = F.binary_cross_entropy_with_logits(logit_N1.view(K, P), survived_KP, reduction="none")
+        extra_KP = extra_KP + objective.survival_weight * bce_KP * step_KP * labels.counted_KP
+    overlap_KP = rows.overlap_N.view(K, P) * labels.counted_KP
     counts = StepCounts(
-        loss_K=by_step(rows.loss_N + extra_N, weight_KP),
+        loss_K=(rows.loss_N.view(K, P) * weight_KP + extra_KP.detach()).sum(1),
         weight_K=weight_KP.sum(1),
-        correct_K=hit_KP.sum(1).to(weight_KP.dtype),
-        total_K=labels.counted_KP.sum(1).to(weight_KP.dtype),
-        overlap_K=by_step(rows.overlap_N, labels.counted_KP),
+        correct_K=hit_KP.sum(1).to(dtype),
+        total_K=labels.counted_KP.sum(1).to(dtype),
+        overlap_K=overlap_KP.sum(1),
     )
-    return rows.loss_sum + (extra_N * weight_KP.flatten()).sum(), weight_KP.sum(), counts
+    return rows.loss_sum + extra_KP.sum(), weight_KP.sum(), counts
 
 
 def feature_loss(out_ND: Tensor, target_ND: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,9 +88,11 @@ def feature_loss(out_ND: Tensor, target_ND: Tensor, dtype: torch.dtype) -> Tenso
     return F.smooth_l1_loss(out_ND.to(dtype), target_ND.to(dtype), reduction="none").mean(-1)
 
 
-def with_noise(states: VerifierStates, amplitude: float) -> VerifierStates:
-    """Uniform noise on the captured states, from torch's own generator, so that a resumed run draws the same."""
+def with_noise(states: VerifierStates, amplitude: float, seed: int) -> VerifierStates:
+    """Uniform noise of +- amplitude on the captured states (2401.15077); the same for the same seed and device."""
     if not amplitude:
         return states
-    noise = (torch.rand_like(states.aux_BTAD) * 2 - 1) * amplitude
-    return replace(states, aux_BTAD=states.aux_BTAD + noise)
+    aux = states.aux_BTAD
+    generator = torch.Generator(aux.device).manual_seed(seed)
+    noise = torch.empty_like(aux).uniform_(-amplitude, amplitude, generator=generator)
+    return replace(states, aux_BTAD=noise.add_(aux))

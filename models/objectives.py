@@ -28,6 +28,7 @@ class Objective:
     weights: "decay", step_decay^k; "vat", 1 up to the anchor's first rejection and decaying from there (2608.30135).
     tokens: what later steps read: "given", the text, or "own", the head's drafts (models.on_policy).
     survival_weight: of the cross-entropy of the head's survival output: were this draft and all before it accepted?
+      It learns from every counted pair: a verifier's token outside the draft vocabulary is a certain rejection.
     noise: captured states get uniform noise of +- this much; what is learnt from stays clean.
     """
 

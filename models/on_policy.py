@@ -13,29 +13,31 @@ from models.objectives import Labels
 from models.states import VerifierStates
 from models.supervision import anchor_rows, supervised
 from models.token_loss import choices
+from models.tree import TreeRows
 
 
 @torch.no_grad()
-def own_labels(head, verifier, states: VerifierStates, logits_PR: Tensor, steps: int) -> Labels:
+def own_labels(head, verifier, states: VerifierStates, steps: int) -> Labels:
     """Labels of greedy drafts: (p, k) reads draft k of anchor p, and learns the verifier's law after it.
 
-    logits_PR: the verifier's logits of the draft columns at the label rows, for step 0. A pair counts where its anchor
-    does at step 0 and no draft before it ended the turn. Costs a pass of the verifier over steps - 1 more tokens for
-    each anchor.
+    A pair counts where its anchor does at step 0 and no draft before it ended the turn. Costs a pass of the verifier
+    over steps - 1 more tokens for each anchor. Its logits, the largest tensor, are held once.
     """
     counted_P, P = supervised(states, 1)[0], len(states.last_index_P)
     tokens_KP = own_drafts(head, states, steps)
-    last_ND = torch.cat([states.last_PD, drafted_states(verifier, states, tokens_KP, counted_P)])
-    extra_ND = last_ND[P:]
+    last_KPD = torch.cat([states.last_PD[None], drafted_states(verifier, states, tokens_KP, counted_P)])
     ids_R = None if head.vocab.is_identity else head.vocab.ids_R
-    top_N, lse_N = verifier.top_and_lse(extra_ND)
+    logits_KPR = last_KPD.new_empty(steps, P, len(head.vocab), dtype=torch.float32)
+    for logits_PR, last_PD in zip(logits_KPR, last_KPD, strict=True):
+        logits_PR.copy_(verifier.logits(last_PD, ids_R))
+    top_N, lse_N = verifier.top_and_lse(last_KPD[1:].flatten(0, 1))
     stop_KP = torch.isin(tokens_KP, torch.tensor(verifier.eos_ids, device=tokens_KP.device))
     stop_KP[0] = False
     return Labels(
-        logits_NR=torch.cat([logits_PR, verifier.logits(extra_ND, ids_R)]),
+        logits_NR=logits_KPR.flatten(0, 1),
         lse_N=torch.cat([states.lse_P, lse_N]),
         top_N=torch.cat([states.top_P, top_N]),
-        last_ND=last_ND,
+        last_ND=last_KPD.flatten(0, 1),
         row_KP=torch.arange(steps * P, device=tokens_KP.device).view(steps, P),
         counted_KP=counted_P & ~stop_KP.long().cumsum(0).bool(),
         tokens_KP=tokens_KP,
@@ -53,14 +55,14 @@ def own_drafts(head, states: VerifierStates, steps: int) -> Tensor:
 
 
 def drafted_states(verifier, states: VerifierStates, tokens_KP: Tensor, counted_P: Tensor) -> Tensor:
-    """The verifier's post-norm last hidden [(K-1) * P, D] after drafts 1..k of each counted anchor; zeros elsewhere.
+    """The verifier's post-norm last hidden [K-1, P, D] after drafts 1..k of each counted anchor; zeros elsewhere.
 
     Each document is one tree: its own tokens in a chain, and from the token after each anchor a chain of drafts.
     """
     K, P = tokens_KP.shape
     out_KPD = states.last_PD.new_zeros(K - 1, P, states.last_PD.shape[1])
     if K == 1 or not bool(counted_P.any()):
-        return out_KPD.flatten(0, 1)
+        return out_KPD
     anchor_P, document_N = anchor_rows(states), states.document_BT.flatten()
     for document in document_N[anchor_P[counted_P]].unique().tolist():
         row_T = (document_N == document).nonzero().squeeze(1)
@@ -72,6 +74,8 @@ def drafted_states(verifier, states: VerifierStates, tokens_KP: Tensor, counted_
             parents += [first, *range(len(parents), len(parents) + K - 2)]
         tokens = torch.cat([states.input_ids_BT.flatten()[row_T], tokens_KP[1:, chosen_P].T.flatten()])[None]
         cache = verifier.new_cache(1, tokens.shape[1])
-        decoded = verifier.decode(cache, tokens, parents_BT=[parents], logits="none", capture=False)
+        decoded = verifier.decode(
+            cache, tokens, tree=TreeRows.of(torch.tensor([parents])), logits="none", capture=False
+        )
         out_KPD[:, chosen_P] = decoded.last_BTD[0, T:].view(chains, K - 1, -1).transpose(0, 1).to(out_KPD.dtype)
-    return out_KPD.flatten(0, 1)
+    return out_KPD

@@ -19,6 +19,7 @@ from conf.errors import UserError
 from models import attention, chat, introspect, packed
 from models.cache import KVCache
 from models.states import VerifierStates, label_rows
+from models.tree import TreeRows
 
 LSE_ROWS = 128  # rows of full-vocabulary logits that exist at once in `states`
 
@@ -91,7 +92,7 @@ class Verifier:
         position_BT = torch.arange(2, device=self.device)[None]
         try:
             cache = self.new_cache(1, 2)
-            cache.stage(2, [2], None, self.device)
+            cache.stage(2, [2], self.device)
             self._run(ids_BT, position_BT, cached, cache, False)
             with self._tapped() as taps:
                 settings = {"position_ids": position_BT, "use_cache": False, "eyrie_plan": plain}
@@ -262,28 +263,22 @@ class Verifier:
         tokens_BT: Tensor,
         *,
         count_B: Sequence[int] | None = None,
-        parents_BT: Tensor | Sequence[Sequence[int]] | None = None,
+        tree: TreeRows | None = None,
         logits: str = "all",
         capture: bool = True,
     ) -> Decoded:
         """Append T new tokens to each sequence and advance the cache by `count_B` (default: T for all).
 
         tokens_BT int64 [B, T]; row b uses its first count_B[b] tokens, the rest are junk that nothing sees.
-        parents_BT: None for a causal chain; else a tree: the parent's index of each token, -1 for the cached prefix,
-        parents first. A token then sees the prefix and its ancestors, at position length + depth; follow with
-        `cache.accept_path`. Rollback: `cache.truncate`. Raises UserError when the cache would overflow.
+        tree: None for a causal chain; else which nodes each row sees. Follow with `cache.accept_paths`.
+        Rollback: `cache.truncate`. Raises UserError when the cache would overflow.
         """
         batch, tokens = tokens_BT.shape
         assert batch == len(cache.length_B), f"{batch} rows of tokens for a cache of {len(cache.length_B)}"
-        counts = [tokens] * batch if count_B is None else [int(c) for c in count_B]
-        assert all(0 <= c <= tokens for c in counts), "count_B lies in 0..T"
-        parents = parents_BT.tolist() if isinstance(parents_BT, Tensor) else parents_BT
-        slots = cache.stage(tokens, counts, parents, self.device)
-        plan = attention.CachePlan(list(cache.length_B), counts, tokens, slots, parents)
-        position_BT = torch.tensor(cache.length_B)[:, None] + plan.depth_BT()
-        out = self._run(tokens_BT.to(self.device), position_BT.to(self.device), plan, cache, capture)
-        cache.advance(counts)
-        return Decoded(self._wanted_logits(out.last_BTD, counts, logits), out.aux_BTAD, out.last_BTD)
+        plan = attention.CachePlan.over(cache, tokens, count_B, tree, self.device)
+        out = self._run(tokens_BT.to(self.device), plan.position_BT.to(self.device), plan, cache, capture)
+        cache.advance(plan.count_B)
+        return Decoded(self._wanted_logits(out.last_BTD, plan.count_B, logits), out.aux_BTAD, out.last_BTD)
 
     def _wanted_logits(self, last_BTD: Tensor, counts: list[int], wanted: str) -> Tensor | None:
         if wanted == "none":

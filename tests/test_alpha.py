@@ -2,21 +2,25 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from conf.errors import UserError
+from conf.schema import DecodeConf
 from data.documents import Document
 from eval.alpha import evaluate
-from eval.command import shown, warn_at_chance
+from eval.command import settings_of, shown, warn_at_chance
 from eval.counts import Counts, bootstrap_tau, pool, repeated_tokens, wilson
 from eval.measure import EvalSettings, lookup_counts
 from eval.prompts import Prompt, document_prompts, load_prompts, read_suite, spaced
-from eval.speculative.drafter import HeadDrafter, PromptLookup
+from eval.speculative.copying import PromptLookup
 from eval.speculative.loop import Round, speculative_decode
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import drafter_for
+from eval.speculative.shapes import FixedTree
 from tiny import tiny_verifier
 from toy_head import head_of
 
@@ -33,7 +37,8 @@ def counted(*hits: list[int]) -> Counts:
     counts = Counts()
     for row in hits:
         accepted = (row + [0]).index(0)
-        counts.add(Round((7,) * len(row), len(row), accepted, (7,) * (accepted + 1)))
+        tested = min(accepted + 1, len(row))
+        counts.add(Round((7,) * len(row), len(row), accepted, (7,) * (accepted + 1), tested))
     return counts
 
 
@@ -112,7 +117,7 @@ PROMPTS = [
 
 def test_replayed_prompt_lookup_counts_what_the_loop_counts(verifier):
     prompt, depth, sampling = [1, 40, 41, 40, 41, 42], 3, Sampling()
-    text = speculative_decode(verifier, PromptLookup(), prompt, max_new_tokens=60, depth=depth, sampling=sampling)
+    text = speculative_decode(verifier, PromptLookup(depth), prompt, max_new_tokens=60, sampling=sampling)
     replay, loop, at = lookup_counts(prompt, text.tokens, depth), Counts(), 1
     for call in text.rounds:
         if at + depth >= len(text.tokens):
@@ -123,8 +128,16 @@ def test_replayed_prompt_lookup_counts_what_the_loop_counts(verifier):
 
 
 def test_report_has_every_agreed_key_and_is_strict_json(verifier, head, tmp_path):
-    settings = EvalSettings(depth=3, max_new_tokens=24, threads=1)
-    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings, False, "runs/x", "abc")
+    settings = EvalSettings(shape=FixedTree.chain(3), max_new_tokens=24, threads=1)
+    report = evaluate(
+        verifier,
+        lambda: drafter_for(head, settings.shape, settings.sampling),
+        PROMPTS,
+        settings,
+        False,
+        "runs/x",
+        "abc",
+    )
     values = json.loads(report.write(tmp_path / "x" / "alpha.json").read_text(), parse_constant=pytest.fail)
     assert set(values) >= KEYS
     assert values["identical_to_baseline"] is True and values["differences"] == []
@@ -145,15 +158,19 @@ def test_report_has_every_agreed_key_and_is_strict_json(verifier, head, tmp_path
 
 
 def test_validation_runs_without_a_baseline(verifier, head):
-    settings = EvalSettings(depth=2, max_new_tokens=8, baseline=False)
-    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS[:1], settings, progress=False)
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=8, baseline=False)
+    report = evaluate(
+        verifier, lambda: drafter_for(head, settings.shape, settings.sampling), PROMPTS[:1], settings, progress=False
+    )
     assert report.tau >= 1
     assert report.speedup is report.times is report.identical_to_baseline is report.predicted is None
 
 
 def test_sampled_runs_report_no_identity(verifier, head):
-    settings = EvalSettings(depth=2, max_new_tokens=8, sampling=Sampling(1.0, top_p=0.9))
-    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings, progress=False)
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=8, sampling=Sampling(1.0, top_p=0.9))
+    report = evaluate(
+        verifier, lambda: drafter_for(head, settings.shape, settings.sampling), PROMPTS, settings, progress=False
+    )
     assert report.identical_to_baseline is None and report.speedup > 0 and report.temperature == 1.0
 
 
@@ -162,8 +179,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(verifier, head, monk
 
     monkeypatch.setattr(measure, "LINE_PROMPTS", 2)
     caplog.set_level("INFO", "eval")
-    settings = EvalSettings(depth=2, max_new_tokens=8)
-    evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings)
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=8)
+    evaluate(verifier, lambda: drafter_for(head, settings.shape, settings.sampling), PROMPTS, settings)
     first, second = caplog.messages
     assert first.startswith("evaluating 3 prompts of up to 8 new tokens") and "up to about" in first
     assert second.startswith("2 of 3 prompts, tau ")
@@ -180,8 +197,10 @@ def test_a_head_at_chance_is_named_with_what_to_check(verifier, head, caplog, ac
 
 
 def test_a_random_head_is_at_chance(verifier, head, caplog):
-    settings = EvalSettings(depth=1, max_new_tokens=80, baseline=False)
-    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS, settings, progress=False)
+    settings = EvalSettings(shape=FixedTree.chain(1), max_new_tokens=80, baseline=False)
+    report = evaluate(
+        verifier, lambda: drafter_for(head, settings.shape, settings.sampling), PROMPTS, settings, progress=False
+    )
     warn_at_chance(report, verifier, head)
     assert report.tested_by_depth[0] >= 100 and "no better than chance" in caplog.text
 
@@ -203,29 +222,61 @@ def test_a_wrong_text_is_a_difference_and_a_tie_is_not(verifier, head, monkeypat
         return decoded
 
     monkeypatch.setattr(measure, "plain_decode", other)
-    settings = EvalSettings(depth=2, max_new_tokens=8)
-    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS[:1], settings, progress=False)
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=8)
+    report = evaluate(
+        verifier, lambda: drafter_for(head, settings.shape, settings.sampling), PROMPTS[:1], settings, progress=False
+    )
     assert report.identical_to_baseline is False
     assert [(d["prompt"], d["position"]) for d in report.differences] == [("a", 3)]
     monkeypatch.setattr(measure, "top_two_gap", lambda verifier, ids: 1e-5)
-    report = evaluate(verifier, lambda: HeadDrafter(head, settings.sampling), PROMPTS[:1], settings, progress=False)
+    report = evaluate(
+        verifier, lambda: drafter_for(head, settings.shape, settings.sampling), PROMPTS[:1], settings, progress=False
+    )
     assert report.identical_to_baseline is True
     assert [t["position"] for t in report.ties] == [3] and report.differences == []
 
 
 def test_prompts_without_room_are_skipped_by_name(verifier, head):
     long = Prompt("long", "chat", (5,) * 500)  # 512 positions
-    settings = EvalSettings(depth=2, max_new_tokens=16, baseline=False)
-    make = lambda: HeadDrafter(head, settings.sampling)  # noqa: E731
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=16, baseline=False)
+    make = lambda: drafter_for(head, settings.shape, settings.sampling)  # noqa: E731
     assert evaluate(verifier, make, [long, PROMPTS[0]], settings, progress=False).skipped == ["long"]
     with pytest.raises(UserError, match="512 positions"):
         evaluate(verifier, make, [long], settings, progress=False)
 
 
-@pytest.mark.parametrize("values", [{"depth": 0}, {"max_new_tokens": 1}, {"mode": "bush"}])
+@pytest.mark.parametrize("values", [{"batch": 0}, {"max_new_tokens": 1}, {"replay": True, "sampling": Sampling(1.0)}])
 def test_senseless_settings_are_the_users_error(values):
     with pytest.raises(UserError):
         EvalSettings(**values)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"depth": 0}, "decode.depth must be 1 or more, found 0"),
+        ({"branch": 0}, "decode.branch"),
+        ({"total_tokens": 1}, "decode.total_tokens must be 2 or more"),
+        ({"min_confidence": 1.0}, "found 1.0"),
+        ({"mode": "bush"}, "decode must be chain or tree, found bush"),
+        ({"mode": "tree", "shape": [2, 0]}, r"found \[2, 0\]"),
+    ],
+)
+def test_senseless_shapes_are_the_users_error(values, said):
+    with pytest.raises(UserError, match=said):
+        settings_of(DecodeConf(**values), seed=0)
+
+
+def test_a_tree_in_batches_is_counted_along_the_accepted_path(verifier, head):
+    settings = settings_of(DecodeConf(mode="tree", shape=[3, 2], batch=2, max_new_tokens=12), seed=0)
+    make = lambda: drafter_for(head, settings.shape, settings.sampling)  # noqa: E731
+    report = evaluate(verifier, make, PROMPTS, settings, progress=False)
+    alone = evaluate(verifier, make, PROMPTS, replace(settings, batch=1), progress=False)
+    assert (report.decode, report.depth, report.nodes, report.batch) == ("tree", 2, 9, 2)
+    assert report.identical_to_baseline and report.speedup > 0 and report.predicted_speedup > 0
+    assert report.predicted is None and report.drafted == 9 * report.verify_calls
+    for name in ("tau", "alpha_by_depth", "tested_by_depth", "accepted_by_depth", "drafted", "emitted"):
+        assert getattr(report, name) == getattr(alone, name)
 
 
 # --- prompts --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from models.tree import TreeRows
 from tiny import tiny_verifier
 
 VERIFIER = tiny_verifier(layers=7)
@@ -70,17 +71,16 @@ def test_lengths_only_shrink_and_paths_are_paths(prompts):
     assert cache.length_B == [2, 2, 2, 2]
     with pytest.raises(AssertionError, match="cannot truncate 2"):
         cache.truncate([2, 2, 2, 3])
-    VERIFIER.decode(cache, torch.full((4, 3), 5), parents_BT=[[-1, 0, 0]] * 4)
+    VERIFIER.decode(cache, torch.full((4, 3), 5), tree=TreeRows.of(torch.tensor([[-1, 0, 0]])))
     with pytest.raises(AssertionError, match="no path"):
-        cache.accept_path(0, [0, 1, 2])
-    with pytest.raises(AssertionError, match="no path"):
-        cache.accept_path(0, [1])
-    cache.accept_path(0, [])
-    cache.accept_path(1, [0, 2])
-    assert cache.length_B == [2, 4, 5, 5]
+        cache.accept_paths([[0, 2, 1], [], [], []])
+    with pytest.raises(AssertionError, match="more nodes"):
+        cache.accept_paths([[0, 3], [], [], []])
+    cache.accept_paths([[], [0, 2], [0, 1], [0]])
+    assert cache.length_B == [2, 4, 4, 3]
     VERIFIER.decode(cache, torch.full((4, 2), 5))
-    cache.accept_path(1, [0])  # after a chain: its first rows
-    assert cache.length_B == [4, 5, 7, 7]
+    cache.accept_paths([[0, 1], [0], [], [0, 1]])  # after a chain: its first rows
+    assert cache.length_B == [4, 5, 4, 5]
 
 
 def test_nothing_is_allocated_after_the_first_decode(prompts):

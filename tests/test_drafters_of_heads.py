@@ -5,9 +5,11 @@ import torch
 from scipy import stats
 
 from conf.errors import UserError
-from eval.speculative.drafter import Features, MedusaDrafter, ModelDrafter, drafter_for
+from eval.speculative.drafter import Features
 from eval.speculative.loop import plain_decode, speculative_decode
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import ModelScorer, TreeDrafter, drafter_for
+from eval.speculative.shapes import FixedTree
 from models import heads
 from models.draft_model import DraftModel
 from models.vocab import DraftVocab
@@ -35,7 +37,7 @@ def head_of(kind, verifier):
 
 def features_of(verifier, ids):
     out = verifier.decode(verifier.new_cache(1, len(ids)), torch.tensor([ids]), logits="none")
-    return Features(out.aux_BTAD[0], out.last_BTD[0])
+    return Features(out.aux_BTAD, out.last_BTD)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,14 +45,15 @@ def features_of(verifier, ids):
 def test_drafts_follow_the_laws_that_they_come_with(verifiers, kind, depth):
     """The last candidate's frequencies, given the ones before it, against its law."""
     verifier = verifiers[kind]
-    drafter, generator = drafter_for(head_of(kind, verifier), SAMPLED), torch.Generator().manual_seed(0)
+    drafter = drafter_for(head_of(kind, verifier), FixedTree.chain(depth), SAMPLED)
+    generator = torch.Generator().manual_seed(0)
     states, seen = features_of(verifier, PROMPT), {}
     for _ in range(500 * depth):
-        drafter.start(PROMPT, 77, states, 50)
-        draft = drafter.draft(depth, generator)
-        assert draft.q_draft.probs_NR.shape == (depth, 256)
-        tokens = tuple(draft.tokens_N.tolist())
-        seen.setdefault(tokens[:-1], []).append((tokens[-1], draft.q_draft.probs_NR[-1]))
+        drafter.start([PROMPT], [77], states, 50)
+        draft = drafter.draft(torch.rand(1, depth, generator=generator, dtype=torch.float64))
+        assert draft.laws.probs_BMR.shape == (1, depth, 256)
+        tokens = tuple(draft.tokens_BN[0].tolist())
+        seen.setdefault(tokens[:-1], []).append((tokens[-1], draft.laws.probs_BMR[0, -1]))
     draws = max(seen.values(), key=len)
     law = draws[0][1]
     assert all(torch.equal(law, other) for _, other in draws) and len(draws) > 150
@@ -67,15 +70,14 @@ def test_text_is_the_verifiers_own_and_rounds_are_those_of_a_fresh_drafter(verif
     verifier = verifiers[kind]
     head = head_of(kind, verifier)
     plain = plain_decode(verifier, PROMPT, max_new_tokens=24, sampling=GREEDY).tokens
-    decoded = speculative_decode(
-        verifier, drafter_for(head, GREEDY), PROMPT, max_new_tokens=24, depth=depth, sampling=GREEDY
-    )
+    chain = FixedTree.chain(depth)
+    decoded = speculative_decode(verifier, drafter_for(head, chain, GREEDY), PROMPT, max_new_tokens=24, sampling=GREEDY)
     assert decoded.tokens == plain
     at = 1
     for call in decoded.rounds:
-        ids, fresh = PROMPT + plain[: at - 1], drafter_for(head, GREEDY)
-        fresh.start(ids, plain[at - 1], features_of(verifier, ids), 80)
-        assert tuple(fresh.draft(depth, torch.Generator()).tokens_N.tolist()) == call.drafted
+        ids, fresh = PROMPT + plain[: at - 1], drafter_for(head, chain, GREEDY)
+        fresh.start([ids], plain[at - 1 : at], features_of(verifier, ids), 80)
+        assert tuple(fresh.draft(None).tokens_BN[0].tolist()) == call.drafted
         at += len(call.emitted)
         if at > len(plain):
             break
@@ -85,13 +87,13 @@ def test_text_is_the_verifiers_own_and_rounds_are_those_of_a_fresh_drafter(verif
 def test_medusa_drafts_each_position_from_the_last_processed_row(verifiers):
     verifier = verifiers["medusa"]
     head, states = head_of("medusa", verifier), features_of(verifier, PROMPT)
-    drafter = MedusaDrafter(head, GREEDY)
-    drafter.start(PROMPT, 77, states, 50)
-    draft = drafter.draft(9, torch.Generator())
-    expected = [head.vocab.ids_R[head.lm_head(blocks(states.last_TD[-1])).argmax()] for blocks in head.blocks]
-    assert draft.tokens_N.tolist() == expected and draft.depth == 5  # no more than there are heads
-    drafter.accepted([3, 4], Features(states.aux_TAD[2:4], states.last_TD[2:4]))
-    assert torch.equal(drafter.hidden_D, states.last_TD[3])
+    drafter = drafter_for(head, FixedTree.chain(9), GREEDY)
+    drafter.start([PROMPT], [77], states, 50)
+    draft = drafter.draft(None)
+    expected = [int(head.vocab.ids_R[head.lm_head(blocks(states.last_BTD[0, -1])).argmax()]) for blocks in head.blocks]
+    assert draft.tokens_BN.tolist() == [expected] and drafter.depth == 5  # no more than there are heads
+    drafter.accepted([[3, 4]], Features(states.aux_BTAD[:, 2:4], states.last_BTD[:, 2:4]), None)
+    assert torch.equal(drafter.scorer.hidden_BD, states.last_BTD[:, 3])
 
 
 @torch.no_grad()
@@ -107,19 +109,20 @@ def test_an_independent_draft_unrolls_as_it_serves(verifiers):
     (out_PD,) = head.unroll(states, 1)
     for p, row in enumerate(states.last_index_P.tolist()):
         begin = row - int(position[0, row])
-        cache = head.new_cache(32)
+        cache = head.new_cache(1, 32)
         head.extend(cache, ids[:, begin : begin + 2])
         head.extend(cache, torch.tensor([[9, 9]]))  # drafts, thrown away
         cache.truncate([2])
-        torch.testing.assert_close(head.logits(out_PD[p]), head.extend(cache, ids[:, begin + 2 : row + 1]))
+        torch.testing.assert_close(head.logits(out_PD[p]), head.extend(cache, ids[:, begin + 2 : row + 1])[0, 0])
 
 
 def test_any_model_of_the_same_tokenizer_drafts_without_training():
     verifier = tiny_verifier(dtype=torch.float64, aux_layers=[])
-    same = ModelDrafter(DraftModel(tiny_verifier(dtype=torch.float64, aux_layers=[]), verifier), GREEDY, "cpu")
-    other = ModelDrafter(DraftModel(tiny_verifier("qwen3", layers=2, aux_layers=[]), verifier), GREEDY, "cpu")
+    models = (tiny_verifier(dtype=torch.float64, aux_layers=[]), tiny_verifier("qwen3", layers=2, aux_layers=[]))
+    scorers = [ModelScorer(DraftModel(model, verifier), "cpu") for model in models]
+    same, other = (TreeDrafter(scorer, FixedTree.chain(4), GREEDY) for scorer in scorers)
     plain = plain_decode(verifier, PROMPT, max_new_tokens=24, sampling=GREEDY).tokens
-    options = {"max_new_tokens": 24, "depth": 4, "sampling": GREEDY}
+    options = {"max_new_tokens": 24, "sampling": GREEDY}
     decoded = speculative_decode(verifier, same, PROMPT, **options)
     assert decoded.tokens == plain and all(r.accepted == 4 for r in decoded.rounds)  # it is the verifier itself
     assert speculative_decode(verifier, other, PROMPT, **options).tokens == plain

@@ -39,7 +39,7 @@ def test_a_step_is_fc_and_transformers_layer_without_its_input_norm():
     angles = LlamaRotaryEmbedding(config)(x, position)
     with torch.no_grad():
         expected = layer(x, attention_mask=mask, position_ids=position, position_embeddings=angles)
-        out = head.step(tokens, head.fuse(feature[:, :, None]), 0, head.new_cache(2, 9))
+        out = head.step(tokens, head.fuse(feature[:, :, None]), head.new_cache(2, 9))
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(out, expected, rtol=0, atol=3e-6)  # transformers' norm goes through float32
     torch.testing.assert_close(head.logits(out), out @ head.lm_head_VD.T)  # no norm in between
@@ -57,12 +57,12 @@ def test_step_k_equals_a_serial_decode_with_the_cache(rows):
         begin = t - int(states.position_BT[b, t])
         ids, aux = states.input_ids_BT[b : b + 1], states.aux_BTAD[b : b + 1]
         cache = head.new_cache(1, T + steps)
-        out = head.step(ids[:, begin + 1 : t + 2], head.fuse(aux[:, begin : t + 1]), 0, cache)[:, -1:]
+        out = head.step(ids[:, begin + 1 : t + 2], head.fuse(aux[:, begin : t + 1]), cache)[:, -1:]
         for k in range(steps):
             if not counted[k, p]:
                 break
             if k:
-                out = head.step(ids[:, t + 1 + k : t + 2 + k], head.feedback(out), cache.length, cache)
+                out = head.step(ids[:, t + 1 + k : t + 2 + k], head.feedback(out), cache)
             torch.testing.assert_close(trained[k][p], out[0, 0], rtol=1e-10, atol=1e-12)
             checked += 1
     assert checked == counted.sum() and counted[3].any()

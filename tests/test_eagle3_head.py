@@ -66,14 +66,14 @@ def test_head_started_from_the_last_layer_repeats_transformers_logits(rope):
     expected = model(ids, output_hidden_states=True)
     aux = torch.stack([torch.randn(2, 40, D, dtype=torch.float64)] * (A - 1) + [expected.hidden_states[-2]], dim=2)
     cache = head.new_cache(2, 40)
-    out = head.step(ids, head.fuse(aux), 0, cache)
+    out = head.step(ids, head.fuse(aux), cache)
     wanted = expected.logits[..., head.vocab.ids_R]
     close = {"rtol": 0, "atol": 3e-6}  # transformers' norm goes through float32 whatever the input
     torch.testing.assert_close(head.logits(out), wanted, **close)
     # and one row at a time, as when drafting
     cache.truncate(30)
     for t in range(30, 40):
-        out = head.step(ids[:, t : t + 1], head.fuse(aux[:, t : t + 1]), t, cache)
+        out = head.step(ids[:, t : t + 1], head.fuse(aux[:, t : t + 1]), cache)
         torch.testing.assert_close(head.logits(out)[:, 0], wanted[:, t], **close)
 
 
@@ -83,14 +83,14 @@ def test_embedding_and_hidden_take_the_right_halves():
     head.midlayer.self_attn.v_proj.weight.data[:, :D] = 0
     tokens, hidden = torch.tensor([[3]]), torch.randn(1, 1, D, dtype=torch.float64)
     other = torch.tensor([[4]])
-    one = head.step(tokens, hidden, 0, head.new_cache(1, 1))
-    two = head.step(other, hidden, 0, head.new_cache(1, 1))
+    one = head.step(tokens, hidden, head.new_cache(1, 1))
+    two = head.step(other, hidden, head.new_cache(1, 1))
     assert torch.equal(one, two)  # a single row only sees its own value: the embedding half was zeroed
-    three = head.step(tokens, -hidden, 0, head.new_cache(1, 1))
+    three = head.step(tokens, -hidden, head.new_cache(1, 1))
     assert not torch.allclose(three, one)
     head.midlayer.self_attn.o_proj.weight.data.zero_()
     head.midlayer.mlp.down_proj.weight.data.zero_()
-    assert torch.equal(head.step(tokens, hidden, 0, head.new_cache(1, 1)), hidden)  # the residual is un-normed
+    assert torch.equal(head.step(tokens, hidden, head.new_cache(1, 1)), hidden)  # the residual is un-normed
 
 
 def test_names_and_shapes_are_the_published_layout():
@@ -188,9 +188,9 @@ def test_fc_norm_and_norm_output():
 def test_rows_of_a_batch_are_independent():
     head, states = make_head(), make_states([["pABCDEFG"], ["ppABCDEF"]])
     g = head.fuse(states.aux_BTAD)
-    both = head.step(states.input_ids_BT, g, 0, head.new_cache(2, 8))
+    both = head.step(states.input_ids_BT, g, head.new_cache(2, 8))
     for b in range(2):
-        alone = head.step(states.input_ids_BT[b : b + 1], g[b : b + 1], 0, head.new_cache(1, 8))
+        alone = head.step(states.input_ids_BT[b : b + 1], g[b : b + 1], head.new_cache(1, 8))
         torch.testing.assert_close(both[b : b + 1], alone, rtol=1e-10, atol=1e-12)
 
 

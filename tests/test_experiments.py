@@ -99,8 +99,11 @@ def test_a_run_goes_on_from_a_head_and_from_its_export(words, command):
     assert code == 0 and own["tau"] == published["tau"] and own["tested_by_depth"] == published["tested_by_depth"], err
     code, untrained, err = command(entry, f"draft={Path(source).parent / 'smaller'}", *common, f"out={source}-alpha")
     assert code == 0 and untrained["identical_to_baseline"] is True, err
-    code, _, err = command(entry, f"run={first['export']}", f"prompts={prompts}")
-    assert code == 2 and "verifier_source=MODEL" in err
+    code, named, err = command(entry, f"run={first['export']}", *common[1:])  # it names its verifier
+    assert code == 0 and named["tau"] == published["tau"], err
+    Path(first["export"]).rename(f"{first['export']}-gone")
+    code, resumed, err = command(train, f"resume={values['run']}", "trainer.max_steps=2", "json=true")
+    assert code == 0 and resumed["trained"]["steps"] == 2, err
 
 
 @pytest.mark.parametrize(
@@ -110,9 +113,14 @@ def test_a_run_goes_on_from_a_head_and_from_its_export(words, command):
         (["head=eagle1", "head.draft_vocab_size=100"], "leave head.draft_vocab_size unset"),
         (["head=eagle1", "head.start=verifier"], "head.start=random"),
         (["head=medusa", "head.heads=0"], "head.heads must be 1 or more"),
-        (["head=medusa", "objective=on_policy"], "objective.tokens is for EAGLE heads"),
-        (["head=independent", "objective=vat"], "objective.survival is for EAGLE heads"),
-        (["head=independent", "objective=feature"], "objective.feature_weight is for EAGLE heads"),
+        (["head=medusa", "objective=on_policy"], "objective.tokens is for eagle1 and eagle3 heads: expected given"),
+        (["head=independent", "objective=vat"], "objective.survival is for eagle1 and eagle3 heads"),
+        (["head=independent", "objective=feature"], "objective.feature_weight is for eagle1 and eagle3 heads"),
+        (["head=independent", "objective.noise=0.1"], "expected 0.0 for independent, found 0.1"),
+        (["head=eagle1", "head.fc_norm=true"], "fc_norm is for eagle3 heads: expected False for eagle1, found True"),
+        (["head=eagle31", "head.name=medusa"], "head.fc_norm is for eagle3 heads"),
+        (["head.blocks=2"], "head.blocks is for medusa heads"),
+        (["head.layers=3"], "head.layers is for independent heads"),
         (["objective.token=mse"], "objective.token must be"),
         (["head.name=eagle4"], "head.name must be"),
         (["objective=kl"], "there are: ce, feature, hass, lk, on_policy, vat"),

@@ -43,7 +43,7 @@ def draft_logits(head):
     aux = torch.randn(1, 6, 3, 32, generator=numbers)
     tokens = torch.randint(0, 300, (1, 6), generator=numbers)
     with torch.no_grad():
-        return head.logits(head.step(tokens, head.fuse(aux), 0, head.new_cache(1, 8)))
+        return head.logits(head.step(tokens, head.fuse(aux), head.new_cache(1, 8)))
 
 
 @pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}])

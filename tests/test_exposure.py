@@ -10,9 +10,10 @@ from data.documents import Document
 from eval.exposure import Exposure, draws, exposure, intervals, measure_exposure, shares
 from eval.measure import EvalSettings, run_prompts
 from eval.prompts import Prompt
-from eval.speculative.drafter import HeadDrafter
 from eval.speculative.loop import plain_decode
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import drafter_for
+from eval.speculative.shapes import FixedTree
 from models.heads.eagle1 import Eagle1Config, Eagle1Head
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
@@ -64,12 +65,12 @@ def draft_serially(head, states, begin, t, tokens):
     """Drafts of the anchor in row t: true features up to it, then own ones with `tokens` or, without, own drafts."""
     ids, aux = states.input_ids_BT, states.aux_BTAD
     cache = head.new_cache(1, 64)
-    out = head.step(ids[:, begin + 1 : t + 2], head.fuse(aux[:, begin : t + 1]), 0, cache)[:, -1:]
+    out = head.step(ids[:, begin + 1 : t + 2], head.fuse(aux[:, begin : t + 1]), cache)[:, -1:]
     drafts = []
     for k in range(DEPTH):
         drafts.append(int(head.vocab.ids_R[head.logits(out[0, 0]).argmax()]))
         token = drafts[-1] if tokens is None else tokens[min(k, len(tokens) - 1)]
-        out = head.step(torch.tensor([[token]]), head.feedback(out), cache.length, cache)
+        out = head.step(torch.tensor([[token]]), head.feedback(out), cache)
     return drafts
 
 
@@ -150,8 +151,10 @@ def test_the_loop_accepts_what_the_free_run_hits():
     head = head_of(verifier).double()
     prompt, depth = [1, 4, 5, 6], 3
     ids = answered(verifier, prompt, 90).input_ids
-    settings = EvalSettings(depth=depth, max_new_tokens=90, baseline=False)
-    (run,) = run_prompts(verifier, HeadDrafter(head, Sampling()), [Prompt("p", "", tuple(prompt))], settings, False)
+    settings = EvalSettings(shape=FixedTree.chain(depth), max_new_tokens=90, baseline=False)
+    (run,) = run_prompts(
+        verifier, drafter_for(head, settings.shape, Sampling()), [Prompt("p", "", tuple(prompt))], settings, False
+    )
     at, lengths = len(prompt), set()
     for call in run.speculative.rounds:
         if at + depth >= len(ids):

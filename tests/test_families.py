@@ -13,9 +13,10 @@ from data.batches import OnlineStates, packed_rows
 from data.documents import Document
 from data.generate import Request, generate
 from data.store import StateStore, bytes_needed
-from eval.speculative.drafter import drafter_for
 from eval.speculative.loop import plain_decode, speculative_decode
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import drafter_for
+from eval.speculative.shapes import FixedTree
 from models import heads
 from models.layers import Rotary
 from models.losses import head_loss
@@ -126,7 +127,7 @@ def test_a_head_of_every_kind_learns_and_decodes_exactly(family, kind):
     before, after = train(head, verifier, Document("0", prompt + text, [(7, 7 + len(text))]), 4)
     assert after < before
     drafted = speculative_decode(
-        verifier, drafter_for(head.eval(), GREEDY), prompt, max_new_tokens=8, depth=3, sampling=GREEDY
+        verifier, drafter_for(head.eval(), FixedTree.chain(3), GREEDY), prompt, max_new_tokens=8, sampling=GREEDY
     )
     assert drafted.tokens == text
 

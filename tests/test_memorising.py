@@ -6,9 +6,10 @@ import torch
 from data.batches import packed_rows
 from data.documents import Document
 from eval.counts import Counts
-from eval.speculative.drafter import drafter_for
 from eval.speculative.loop import plain_decode, speculative_decode
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import drafter_for
+from eval.speculative.shapes import FixedTree
 from models import heads
 from models.losses import head_loss
 from models.objectives import Labels, Objective
@@ -79,8 +80,8 @@ def test_it_learns_by_heart_and_drafts_by_itself(case):
     head, loss = learn(kind, verifier, data, steps, objective, updates, rate)
     counts = Counts()
     for prompt, text in data:
-        drafter = drafter_for(head, GREEDY)
-        decoded = speculative_decode(verifier, drafter, prompt, max_new_tokens=LENGTH, depth=DEPTH, sampling=GREEDY)
+        drafter = drafter_for(head, FixedTree.chain(DEPTH), GREEDY)
+        decoded = speculative_decode(verifier, drafter, prompt, max_new_tokens=LENGTH, sampling=GREEDY)
         assert decoded.tokens == text[:LENGTH]
         for call in decoded.rounds:
             counts.add(call)

@@ -15,6 +15,7 @@ from data.batches import OnlineStates, PackedLoader
 from data.documents import Document
 from eval.measure import EvalSettings
 from eval.prompts import document_prompts
+from eval.speculative.shapes import FixedTree
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.objectives import Objective
 from models.vocab import DraftVocab
@@ -22,7 +23,7 @@ from tiny import tiny_verifier
 from toy_head import ttt_loss
 from train.callbacks import Bar, KeepLast, Validate, free_running, graceful, summary, time_left
 from train.fit import MetricsFile, fit, strategy
-from train.module import HeadModule, StepSettings, check_same
+from train.module import HeadModule, StepSettings, batch_seed, check_same
 from train.schedule import Limits
 
 CPU = TrainerConf(accelerator="cpu", devices=1, precision="32-true")
@@ -42,15 +43,16 @@ def documents(count=7):
 
 
 def make(
-    verifier, steps=None, seconds=None, accumulate=1, name="adamw", tokens=32, rank=0, world=1, log_every=2, count=7
-):
+    verifier, steps=None, seconds=None, accumulate=1, name="adamw", tokens=32, rank=0, world=1, log_every=2, count=7,
+    noise=0.0,
+):  # fmt: skip
     torch.manual_seed(5)
     vocab = DraftVocab(torch.arange(0, 300, 3), 300)
     config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
     head = Eagle3Head(config, verifier.embedding_VD, vocab)
     loader = PackedLoader(OnlineStates(verifier, documents(count)), tokens, seed=3, rank=rank, world=world)
     limits = Limits(steps, seconds)
-    settings = StepSettings(OptimConf(name=name), limits, Objective(steps=3), accumulate, log_every)
+    settings = StepSettings(OptimConf(name=name), limits, Objective(steps=3, noise=noise), accumulate, log_every)
     return HeadModule(head, verifier, loader, settings)
 
 
@@ -61,17 +63,17 @@ def parameters(module):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_resumes_bitwise_across_an_epoch(verifier, tmp_path, name):
     """8 steps equal 4, a new process's objects, and 4 more; an epoch has 3 or 4 windows, so borders are crossed."""
-    whole = make(verifier, 8, name=name)
+    whole = make(verifier, 8, name=name, noise=0.1)
     assert len(whole.loader.plan(0)) < 4
     fit(whole, CPU, [], [MetricsFile(tmp_path / "whole")])
 
     # The schedule reads max_steps: the first half must know of all 8 steps, and stop by itself at 4.
-    first = make(verifier, 8, name=name)
+    first = make(verifier, 8, name=name, noise=0.1)
     first.on_train_batch_end = lambda *_: setattr(first, "stop_wanted", first.global_step >= 3)
     fit(first, CPU, [KeepLast(tmp_path, 0)], [MetricsFile(tmp_path / "parts")])
     assert first.global_step == 4
 
-    second = make(verifier, 8, name=name)
+    second = make(verifier, 8, name=name, noise=0.1)
     torch.manual_seed(99)
     loggers = [MetricsFile(tmp_path / "parts", resumed_step=4)]
     fit(second, CPU, [KeepLast(tmp_path, 0)], loggers, checkpoint=tmp_path / "last.ckpt")
@@ -84,6 +86,14 @@ def test_resumes_bitwise_across_an_epoch(verifier, tmp_path, name):
     steady = [i for i, column in enumerate(names) if "second" not in column]
     rows = [[[row.split(",")[i] for i in steady] for row in lines] for lines in columns]
     assert rows[0] == rows[1] and len(rows[0]) == 5  # the header and steps 2, 4, 6, 8
+
+
+def test_every_micro_batch_of_every_rank_has_noise_of_its_own(verifier):
+    place = make(verifier, 1).loader.state_dict()
+    places = [place | {"epoch": epoch, "step": step} for epoch in (0, 1) for step in (0, 1)]
+    places.append(place | {"seed": -1})
+    seeds = {batch_seed(place, rank) for place in places for rank in (0, 1)}
+    assert len(seeds) == 10 and seeds == {batch_seed(place, rank) for place in places for rank in (0, 1)}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -132,7 +142,7 @@ def test_windows_change_no_gradient(verifier, tmp_path):
 
 def test_validation_leaves_the_head_training_and_changes_nothing(verifier, tmp_path):
     prompts = document_prompts(documents(2))
-    settings = EvalSettings(depth=2, max_new_tokens=6, baseline=False)
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=6, baseline=False)
     plain, watched = make(verifier, 4), make(verifier, 4)
     fit(plain, CPU, [])
     fit(watched, CPU, [Validate(prompts, settings, every=2)], [MetricsFile(tmp_path)])
@@ -146,7 +156,7 @@ def test_validation_leaves_the_head_training_and_changes_nothing(verifier, tmp_p
 
 
 def test_tau_stays_in_sight_after_later_steps(verifier):
-    settings = EvalSettings(depth=2, max_new_tokens=6, baseline=False)
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=6, baseline=False)
     module, seen = make(verifier, 3, log_every=1), []
     check = Validate(document_prompts(documents(1)), settings, every=1)
     module.on_train_batch_end = lambda *_: (seen.append(module.metrics.get("val/tau")), setattr(check, "every", 0))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from conf.errors import UserError
-from models.losses import feature_loss, with_noise
+from models.losses import feature_loss, head_loss, with_noise
 from models.objectives import Labels, Objective
 from models.supervision import supervised
 from models.token_loss import TokenTerms, acceptance, choices, token_loss
@@ -172,15 +172,37 @@ def test_survival_is_learnt_from_what_was_accepted():
     assert head.survival.weight.grad.abs().max() > 0 and head.fc.weight.grad.abs().max() > 0
 
 
-def test_noise_is_on_the_states_alone_and_follows_the_seed():
-    states = make_states([["ppABCD"]])
-    torch.manual_seed(5)
-    first = with_noise(states, 0.1)
-    torch.manual_seed(5)
-    second = with_noise(states, 0.1)
+def test_survival_learns_that_a_token_outside_the_draft_vocabulary_is_rejected():
+    head, states = make_head(survival=True), make_states([["ppABCDEF"]])
+    outside = int((head.inverse_V < 0).nonzero()[0])
+    states = replace(states, top_P=torch.full_like(states.top_P, outside))
+    loss, weight, counts = ttt_loss(head, states, teacher(states), 2, 0.5, survival_weight=0.3)
+    expected = 0.0
+    for k, out in enumerate(head.unroll(states, 2)):
+        rejected = F.softplus(head.survival(head.final(out)))[:, 0]  # -log(1 - sigmoid)
+        expected += 0.3 * 0.5**k * rejected[supervised(states, 2)[k]].sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-8, atol=1e-12)
+    assert weight == 0 and counts.loss_K.sum() == pytest.approx(float(loss.detach()))
+
+
+def test_noise_is_on_the_states_alone_and_follows_its_seed_alone():
+    states, before = make_states([["ppABCD"]]), torch.get_rng_state()
+    first, second, other = (with_noise(states, 0.1, seed) for seed in (5, 5, 6))
     gap = first.aux_BTAD - states.aux_BTAD
-    assert torch.equal(first.aux_BTAD, second.aux_BTAD) and 0.05 < gap.abs().max() <= 0.1
-    assert torch.equal(first.last_PD, states.last_PD) and with_noise(states, 0.0) is states
+    assert torch.equal(first.aux_BTAD, second.aux_BTAD) and not torch.equal(first.aux_BTAD, other.aux_BTAD)
+    assert 0.05 < gap.abs().max() <= 0.1 and gap.min() < -0.05
+    assert torch.equal(first.last_PD, states.last_PD) and with_noise(states, 0.0, 5) is states
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_noise_reaches_the_loss():
+    head, states = make_head(), make_states([["ppABCD"]])
+    objective = Objective(steps=2, noise=0.1)
+
+    def loss(seed):
+        return float(head_loss(head, states, Labels.given(states, teacher(states), 2), objective, seed)[0].detach())
+
+    assert loss(5) == loss(5) != loss(6)
 
 
 def test_labels_of_the_text_are_used_up_in_place():

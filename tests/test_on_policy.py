@@ -29,7 +29,7 @@ def both(eos=()):
 
 
 def labels_of(verifier, head, states):
-    return own_labels(head, verifier, states, verifier.logits(states.last_PD, head.vocab.ids_R), K)
+    return own_labels(head, verifier, states, K)
 
 
 def test_drafts_and_their_labels_are_those_of_a_serial_run():
@@ -44,7 +44,7 @@ def test_drafts_and_their_labels_are_those_of_a_serial_run():
         t, begin = label - 1, label - 1 - int(states.position_BT[0, label - 1])
         cache = head.new_cache(1, 64)
         aux = states.aux_BTAD[:, begin : t + 1]
-        out = head.step(ids[None, begin + 1 : t + 2], head.fuse(aux), 0, cache)[:, -1:]
+        out = head.step(ids[None, begin + 1 : t + 2], head.fuse(aux), cache)[:, -1:]
         prefix = ids[begin : t + 2].tolist()
         for k in range(K):
             one = torch.tensor([prefix])
@@ -61,7 +61,7 @@ def test_drafts_and_their_labels_are_those_of_a_serial_run():
             assert labels.tokens_KP[k + 1, p] == draft
             misses += draft != int(logits.argmax())
             prefix.append(draft)
-            out = head.step(torch.tensor([[draft]]), head.feedback(out), cache.length, cache)
+            out = head.step(torch.tensor([[draft]]), head.feedback(out), cache)
             checked += 1
     assert checked == 2 * int(counted.sum()) > 10 and misses > 3
 
@@ -69,14 +69,16 @@ def test_drafts_and_their_labels_are_those_of_a_serial_run():
 def test_nothing_counts_after_an_own_end_of_turn():
     verifier, head, states = both()
     free = labels_of(verifier, head, states)
-    stop = int(free.tokens_KP[1][free.counted_KP[1]][0])
-    verifier.eos_ids = (stop,)
-    ended = labels_of(verifier, head, states)
-    stopped = free.tokens_KP[1] == stop
-    assert stopped.any() and not ended.counted_KP[1:, stopped].any()
-    assert torch.equal(ended.counted_KP[0], free.counted_KP[0])
-    going = ended.counted_KP[1] & (free.tokens_KP[2] == stop)
-    assert not ended.counted_KP[2, going].any()
+    for k in (1, 2):  # the turn ends with draft k of some anchor, and with no draft before
+        others = torch.isin(free.tokens_KP[k], free.tokens_KP[1:k])
+        stop = int(free.tokens_KP[k][free.counted_KP[k] & ~others][0])
+        verifier.eos_ids = (stop,)
+        ended = labels_of(verifier, head, states)
+        stopped = free.counted_KP[k] & (free.tokens_KP[k] == stop)
+        assert stopped.any() and not ended.counted_KP[k:, stopped].any()
+        assert torch.equal(ended.counted_KP[:k, stopped], free.counted_KP[:k, stopped])
+        going = ~(free.tokens_KP[1:] == stop).any(0)
+        assert torch.equal(ended.counted_KP[:, going], free.counted_KP[:, going]) and free.counted_KP[:, going].any()
 
 
 def test_where_the_head_is_right_own_drafts_are_the_text():

@@ -12,9 +12,12 @@ from eval.counts import Counts
 from eval.measure import EvalSettings
 from eval.prompts import Prompt
 from eval.replay import record, replay, states_of
-from eval.speculative.drafter import Draft, HeadDrafter, MedusaDrafter, ModelDrafter, PromptLookup
+from eval.speculative.copying import PromptLookup
+from eval.speculative.drafter import Draft
 from eval.speculative.loop import plain_decode, speculative_decode
 from eval.speculative.processors import Sampling
+from eval.speculative.scorers import ModelScorer, TreeDrafter, drafter_for
+from eval.speculative.shapes import FixedTree
 from eval.tables import headline_rows
 from models.draft_model import DraftModel
 from models.heads.medusa import MedusaConfig, MedusaHead
@@ -24,6 +27,7 @@ from toy_head import head_of
 
 GREEDY = Sampling()
 LENGTH, DEPTH = 14, 4
+CHAIN = FixedTree.chain(DEPTH)
 LAYERS = {"head": None, "medusa": [-1], "model": [], "lookup": []}  # what each drafter reads
 
 
@@ -52,36 +56,38 @@ def fresh_cache(tmp_path, monkeypatch):
 def drafter_of(name, verifier):
     torch.manual_seed(1)
     if name == "head":
-        return HeadDrafter(head_of(verifier).double(), GREEDY)
+        return drafter_for(head_of(verifier).double(), CHAIN, GREEDY)
     if name == "medusa":  # with fewer heads than the depth
         vocab = DraftVocab(torch.arange(0, 512, 2), 512)
         config = MedusaConfig.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab), heads=2)
-        return MedusaDrafter(MedusaHead(config, vocab).double(), GREEDY)
+        return drafter_for(MedusaHead(config, vocab).double(), CHAIN, GREEDY)
     if name == "model":
-        return ModelDrafter(DraftModel(verifier_with([], seed=1, layers=1), verifier), GREEDY, "cpu")
-    return PromptLookup()
+        return TreeDrafter(ModelScorer(DraftModel(verifier_with([], seed=1, layers=1), verifier), "cpu"), CHAIN, GREEDY)
+    return PromptLookup(DEPTH)
 
 
 class Helped:
     """Drafts as `inner` does, but the first n of each draft are what the text says, from all of them down."""
 
     def __init__(self, inner, text):
-        self.inner, self.text, self.ids_R = inner, text, inner.ids_R
+        self.inner, self.text = inner, text
+        self.name, self.ids_R, self.nodes, self.depth = "helped", inner.ids_R, inner.nodes, inner.depth
 
     def start(self, *args):
         self.at, self.turn = 1, 0
         self.inner.start(*args)
 
-    def draft(self, depth, generator):
-        tokens_N = self.inner.draft(depth, generator).tokens_N.clone()
+    def draft(self, uniform_BN):
+        draft = self.inner.draft(uniform_BN)
+        tokens_N = draft.tokens_BN[0].clone()
         right = len(tokens_N) - self.turn % (len(tokens_N) + 1)
         tokens_N[:right] = torch.tensor(self.text[self.at : self.at + right])
         self.turn += 1
-        return Draft(tokens_N)
+        return Draft(tokens_N[None], draft.parents_BN)
 
-    def accepted(self, tokens, features):
-        self.at += len(tokens)
-        self.inner.accepted(tokens, features)
+    def accepted(self, tokens, features, logits_BMV):
+        self.at += len(tokens[0])
+        self.inner.accepted(tokens, features, logits_BMV)
 
 
 def counted(decoded):
@@ -109,8 +115,8 @@ def test_rounds_are_the_loops(verifiers, prompts, name, ends, monkeypatch):
     for recording in record(verifier, prompts, LENGTH, DEPTH):
         for drafter in (inner, Helped(inner, recording.tokens)):
             ids, states = list(recording.prompt.input_ids), states_of(verifier, recording)
-            looped = speculative_decode(verifier, drafter, ids, max_new_tokens=LENGTH, depth=DEPTH, sampling=GREEDY)
-            replayed = replay(drafter, recording, states, DEPTH)
+            looped = speculative_decode(verifier, drafter, ids, max_new_tokens=LENGTH, sampling=GREEDY)
+            replayed = replay(drafter, recording, states)
             assert (replayed.tokens, replayed.finish) == (looped.tokens, looped.finish)
             assert [(r.drafted, r.depth, r.accepted, r.emitted) for r in replayed.rounds] == [
                 (r.drafted, r.depth, r.accepted, r.emitted) for r in looped.rounds
@@ -176,27 +182,34 @@ def test_states_are_kept_for_each_choice_of_layers(verifiers, prompts, monkeypat
     rows = len(recording.prompt.input_ids) + len(recording.tokens)
     for name, layers in (("head", 3), ("medusa", 1), ("model", 0)):
         states = states_of(verifiers[name], recording)
-        assert states.aux_TAD.shape == (rows, layers, 32) and states.last_TD.shape == (rows, 32)
+        assert states.aux_BTAD.shape == (1, rows, layers, 32) and states.last_BTD.shape == (1, rows, 32)
         with monkeypatch.context() as patch:
             patch.setattr(verifiers[name], "capture", None)
             again = states_of(verifiers[name], recording)
-        assert torch.equal(again.aux_TAD, states.aux_TAD) and torch.equal(again.last_TD, states.last_TD)
-        assert again.aux_TAD.dtype == torch.float64
+        assert torch.equal(again.aux_BTAD, states.aux_BTAD) and torch.equal(again.last_BTD, states.last_BTD)
+        assert again.aux_BTAD.dtype == torch.float64
     assert len(list(fresh_cache.glob("*/*.safetensors"))) == 3
 
 
 def test_states_that_would_fill_the_disk_are_not_kept(verifiers, prompts, monkeypatch, fresh_cache):
     recording = record(verifiers["head"], prompts, LENGTH, DEPTH)[0]
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1000))
-    assert states_of(verifiers["head"], recording).last_TD.shape[1] == 32
+    assert states_of(verifiers["head"], recording).last_BTD.shape[2] == 32
     assert not list(fresh_cache.glob("*/*.safetensors"))
 
 
 def test_the_report_says_how_it_was_measured(verifiers, prompts):
     verifier = verifiers["head"]
-    settings = [EvalSettings(depth=2, max_new_tokens=12, replay=replay) for replay in (True, False)]
+    settings = [EvalSettings(shape=FixedTree.chain(2), max_new_tokens=12, replay=replay) for replay in (True, False)]
     replayed, looped = (
-        evaluate(verifier, lambda: drafter_of("head", verifier), prompts[:2], each, progress=False) for each in settings
+        evaluate(
+            verifier,
+            lambda: drafter_for(head_of(verifier).double(), FixedTree.chain(2), GREEDY),
+            prompts[:2],
+            each,
+            progress=False,
+        )
+        for each in settings
     )
     assert (replayed.measured, looped.measured) == ("replay", "loop")
     assert ("measured by", "replay") in [row[:2] for row in headline_rows(replayed.to_dict())]
@@ -212,8 +225,8 @@ def test_the_report_says_how_it_was_measured(verifiers, prompts):
 
 
 def test_prompt_lookup_has_no_times_to_report(verifiers, prompts):
-    settings = EvalSettings(depth=2, max_new_tokens=12, replay=True)
-    report = evaluate(verifiers["lookup"], PromptLookup, prompts, settings, progress=False)
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=12, replay=True)
+    report = evaluate(verifiers["lookup"], lambda: PromptLookup(2), prompts, settings, progress=False)
     assert report.verify_calls > 0 and report.times is report.cost_ratio is report.predicted is None
 
 

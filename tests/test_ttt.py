@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conf.errors import UserError
 from models.states import label_rows
 from models.supervision import supervised
 from toy_head import D, V, make_head, make_states, teacher, ttt_loss
@@ -90,12 +91,12 @@ def test_step_k_equals_a_serial_decode_with_the_cache(rows, norm_output):
         begin = t - int(states.position_BT[b, t])
         ids, aux = states.input_ids_BT[b : b + 1], states.aux_BTAD[b : b + 1]
         cache = head.new_cache(1, T + steps)
-        out = head.step(ids[:, begin + 1 : t + 2], head.fuse(aux[:, begin : t + 1]), 0, cache)[:, -1:]
+        out = head.step(ids[:, begin + 1 : t + 2], head.fuse(aux[:, begin : t + 1]), cache)[:, -1:]
         for k in range(steps):
             if not counted[k, p]:
                 break
             if k:
-                out = head.step(ids[:, t + 1 + k : t + 2 + k], head.feedback(out), cache.length, cache)
+                out = head.step(ids[:, t + 1 + k : t + 2 + k], head.feedback(out), cache)
             torch.testing.assert_close(trained[k][p], out[0, 0], rtol=1e-10, atol=1e-12)
             checked += 1
     assert checked == counted.sum() and counted[3].any()
@@ -105,14 +106,14 @@ def test_cache_truncation_and_reruns_leave_no_trace():
     head, states = make_head(), make_states(PACKED)
     ids, g = states.input_ids_BT[:, 1:9], head.fuse(states.aux_BTAD)[:, :8]
     fresh, used = head.new_cache(1, 12), head.new_cache(1, 12)
-    whole = head.step(ids, g, 0, fresh)
-    head.step(ids[:, :5], g[:, :5], 0, used)
-    head.step(ids[:, :4], g[:, :4] * 3, 5, used)  # drafts, then thrown away
+    whole = head.step(ids, g, fresh)
+    head.step(ids[:, :5], g[:, :5], used)
+    head.step(ids[:, :4], g[:, :4] * 3, used)  # drafts, then thrown away
     used.truncate(5)
-    again = head.step(ids[:, 5:], g[:, 5:], 5, used)
+    again = head.step(ids[:, 5:], g[:, 5:], used)
     torch.testing.assert_close(again, whole[:, 5:], rtol=1e-10, atol=1e-12)
-    with pytest.raises(AssertionError, match="holds 12 rows"):
-        head.step(ids, g, used.length, used)
+    with pytest.raises(UserError, match="at most 12 tokens"):
+        head.step(ids, g, used)
 
 
 def test_documents_do_not_see_each_other_nor_their_place_in_the_batch():

@@ -6,6 +6,7 @@ import torch
 from conf.errors import UserError
 from models import packed
 from models.states import label_rows
+from models.tree import TreeRows
 from models.verifier import Verifier
 from tiny import FAMILIES, tiny_model, tiny_tokenizer, tiny_verifier
 
@@ -152,15 +153,14 @@ def test_tree_decode_equals_a_chain_along_every_path(family, window):
     nodes = torch.randint(3, 512, (2, 6))
     cache = verifier.new_cache(2, 24)
     verifier.decode(cache, prompts, count_B=prefix, logits="none")
-    tree = verifier.decode(cache, nodes, parents_BT=[parents, parents])
+    tree = verifier.decode(cache, nodes, tree=TreeRows.of(torch.tensor([parents])))
     for path in ([0, 1, 3], [0, 2, 4, 5]):
         chain = verifier.new_cache(2, 24)
         verifier.decode(chain, prompts, count_B=prefix, logits="none")
         alone = verifier.decode(chain, nodes[:, path])
         torch.testing.assert_close(tree.logits[:, path], alone.logits, **CLOSE)
         torch.testing.assert_close(tree.aux_BTAD[:, path], alone.aux_BTAD, **CLOSE)
-    cache.accept_path(0, [0, 2, 4, 5])
-    cache.accept_path(1, [0, 2])
+    cache.accept_paths([[0, 2, 4, 5], [0, 2]])
     assert cache.length_B == [15, 8]
     chain.truncate([15, 8])
     following = torch.randint(3, 512, (2, 2))
@@ -168,14 +168,14 @@ def test_tree_decode_equals_a_chain_along_every_path(family, window):
     torch.testing.assert_close(after_tree.logits, after_chain.logits, **CLOSE)
 
 
-def test_tree_of_one_branch_is_the_chain_and_takes_tensors():
+def test_tree_of_one_branch_is_the_chain():
     verifier = tiny_verifier()
     prompt, nodes = torch.randint(3, 512, (1, 5)), torch.randint(3, 512, (1, 4))
     logits = []
-    for parents in (None, torch.tensor([[-1, 0, 1, 2]])):
+    for tree in (None, TreeRows.of(torch.tensor([[-1, 0, 1, 2]]))):
         cache = verifier.new_cache(1, 16)
         verifier.decode(cache, prompt)
-        logits.append(verifier.decode(cache, nodes, parents_BT=parents).logits)
+        logits.append(verifier.decode(cache, nodes, tree=tree).logits)
     torch.testing.assert_close(*logits, **CLOSE)
 
 

@@ -141,7 +141,7 @@ def test_an_eagle1_folder_by_hand(verifiers, tmp_path, caplog):
     assert head.config.num_key_value_heads == 4 and head.config.rope_parameters["rope_type"] == "linear"
     assert "the head has rope_parameters" in caplog.text
     hidden = torch.randn(1, 1, 1, 32)
-    found = head.step(torch.tensor([[7]]), head.fuse(hidden), 0, head.new_cache(1, 1)).flatten()
+    found = head.step(torch.tensor([[7]]), head.fuse(hidden), head.new_cache(1, 1)).flatten()
     t = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
     x = t["fc.weight"] @ torch.cat([verifier.embedding_VD[7], hidden.flatten()]) + t["fc.bias"]
     x = x + t["self_attn.o_proj.weight"] @ (t["self_attn.v_proj.weight"] @ x)
@@ -208,6 +208,8 @@ def test_a_published_folder_is_exported_and_evaluated_by_command(kind, tmp_path,
     values = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert values["identical_to_baseline"] is True and values["dtype"] == "float32"
     assert len(list((tmp_path / "head").glob("eval-*/alpha.json"))) == 1
+    card = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(card | {"eyrie": {}}))
     monkeypatch.setattr("sys.argv", ["eval", *words])
     with pytest.raises(SystemExit) as end:
         main("eval")(evaluate_run)()
@@ -234,6 +236,18 @@ def test_a_published_eagle3_head_is_a_start(verifiers, tmp_path):
     cfg.head.name = "eagle1"
     with pytest.raises(UserError, match="expected an eagle1 head"):
         build_head(cfg, verifier, [])
+
+
+def test_a_resumed_start_is_what_its_checkpoint_says(verifiers, tmp_path):
+    verifier = verifiers["eagle3"]
+    head = make_head("eagle3", verifier, fc_norm=True, survival=True)
+    kept = {"config": head.config.to_dict(), "d2t": head.vocab.d2t}
+    torch.save({"eyrie": {"head": kept}}, tmp_path / "last.ckpt")
+    cfg = TrainConf(verifier=VerifierConf(source="toy"), data=DataConf(path=None))
+    cfg.head.start = str(tmp_path / "gone")
+    resumed = build_head(cfg, verifier, [], tmp_path / "last.ckpt")
+    assert resumed.training and resumed.config == head.config and resumed.vocab.hash == head.vocab.hash
+    assert not resumed.survival.weight.requires_grad
 
 
 def test_mismatches_are_named(verifiers, tmp_path):

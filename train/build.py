@@ -31,16 +31,21 @@ SWITCHES = {
 STARTS = ("verifier", "random")
 
 
-def build_head(cfg: TrainConf, verifier: Verifier, documents: Sequence[Document]) -> nn.Module:
-    """A head of the verifier's geometry, started from its layer and LM head, at random, or from a stored head."""
+def build_head(
+    cfg: TrainConf, verifier: Verifier, documents: Sequence[Document], checkpoint: Path | None = None
+) -> nn.Module:
+    """A head of the verifier's geometry, started from its layer and LM head, at random, or from a stored head.
+
+    checkpoint: of the run that is resumed. It has what the folder of a stored head said, which may be gone by now.
+    """
     if cfg.head.start not in STARTS:
-        return warm_head(cfg, verifier)
+        return trainable(resumed_head(checkpoint, cfg, verifier) if checkpoint else warm_head(cfg, verifier), cfg)
     vocab = vocabulary(cfg.head, verifier, documents)
     config = head_config(cfg, verifier, len(vocab))
     head = heads.build(config, verifier, vocab).to(verifier.device)
     layer = cfg.head.start_layer if cfg.head.start == "verifier" else None
     head.start(verifier, layer, cfg.head.start_lm_head == "verifier")
-    return freeze(head, cfg.head)
+    return trainable(head, cfg)
 
 
 def vocabulary(cfg: HeadConf, verifier: Verifier, documents: Sequence[Document]) -> DraftVocab:
@@ -62,13 +67,6 @@ def head_config(cfg: TrainConf, verifier: Verifier, draft_vocab_size: int) -> he
     return kind.from_verifier(verifier.head_geometry, layers, draft_vocab_size, **switches)
 
 
-def freeze(head: nn.Module, cfg: HeadConf) -> nn.Module:
-    """Leaves the LM head as it starts where the settings say so."""
-    if hasattr(head, "lm_head"):
-        head.lm_head.requires_grad_(cfg.train_lm_head)
-    return head
-
-
 def warm_head(cfg: TrainConf, verifier: Verifier) -> nn.Module:
     """A stored head to go on from: its own switches and vocabulary stay. UserError when it is of another kind."""
     stored: StoredHead = read_any(Path(cfg.head.start), verifier)
@@ -81,14 +79,26 @@ def warm_head(cfg: TrainConf, verifier: Verifier) -> nn.Module:
         raise UserError(
             f"{cfg.head.start} has {stored.config.heads} Medusa heads: set head.heads={stored.config.heads}"
         )
-    survival = getattr(stored.config, "survival", False)
-    if cfg.objective.survival and not survival:
+    if cfg.objective.survival and not getattr(stored.config, "survival", False):
         raise UserError(f"{cfg.head.start} has no survival output: set objective.survival=0, or head.start=verifier")
     log.info(f"start from {cfg.head.start}: {stored.config.kind}, layers {list(stored.config.aux_layers)}")
-    head = freeze(attach(stored, verifier, torch.float32), cfg.head).train()
-    if survival and not cfg.objective.survival:
-        head.survival.requires_grad_(False)  # ranks wait for every gradient that is asked for
-    return head
+    return attach(stored, verifier, torch.float32)
+
+
+def resumed_head(checkpoint: Path, cfg: TrainConf, verifier: Verifier) -> nn.Module:
+    """A head with the switches and vocabulary of a checkpoint's; its weights are loaded with the optimizer's state."""
+    kept = torch.load(checkpoint, weights_only=True, map_location="cpu")["eyrie"]["head"]
+    config = heads.config_from_dict(cfg.head.name, kept["config"])
+    return heads.build(config, verifier, DraftVocab.from_d2t(kept["d2t"], config.vocab_size)).to(verifier.device)
+
+
+def trainable(head: nn.Module, cfg: TrainConf) -> nn.Module:
+    """In training mode, the LM head left as it starts where the settings say so."""
+    if hasattr(head, "lm_head"):
+        head.lm_head.requires_grad_(cfg.head.train_lm_head)
+    if head.survival is not None:  # nothing teaches it without the objective, and ranks wait for every gradient
+        head.survival.requires_grad_(cfg.objective.survival > 0)
+    return head.train()
 
 
 def draft_steps(cfg: HeadConf) -> int:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from eval.alpha import evaluate
 from eval.measure import EvalSettings
 from eval.prompts import Prompt
-from eval.speculative.drafter import drafter_for
+from eval.speculative.scorers import drafter_for
 from train.module import HeadModule
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def free_running(module: HeadModule, prompts: Sequence[Prompt], settings: EvalSe
     module.head.eval()
     try:
         with torch.no_grad():
-            drafter = drafter_for(module.head, settings.sampling)
+            drafter = drafter_for(module.head, settings.shape, settings.sampling, settings.points)
             report = evaluate(module.verifier, lambda: drafter, prompts, settings, progress=False)
     finally:
         module.head.train()

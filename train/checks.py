@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.schema import TrainConf
+from conf.schema import HeadConf, TrainConf
 from data.prepare import needs_verifier
 from data.sources import resolve
 from eval.command import settings_of
@@ -13,7 +14,7 @@ from eval.prompts import read_suite, spaced
 from models import heads
 from models.heads.eagle1 import START
 from models.loading import DTYPES, FILE_DTYPES
-from train.build import STARTS, objective_of
+from train.build import STARTS, SWITCHES, objective_of
 
 NAMES = {
     "head.name": tuple(heads.KINDS),
@@ -26,6 +27,15 @@ NAMES = {
 }
 POSITIVE = ("head.ttt_steps", "head.heads", "head.blocks", "head.layers")
 POSITIVE += ("trainer.accumulate", "trainer.tokens_per_step", "trainer.log_every")
+# Settings that not every kind of head has, and whose they are; the budgets' head.ttt_steps is left out.
+EAGLE = ("eagle1", "eagle3")
+OWNERS = {f"objective.{name}": EAGLE for name in ("feature_weight", "survival", "tokens")}
+OWNERS |= {"objective.noise": (*EAGLE, "medusa")}
+OWNERS |= {
+    f"head.{item.name}": kinds
+    for item in fields(HeadConf)
+    if (kinds := tuple(kind for kind, switches in SWITCHES.items() if item.name in switches))
+}
 
 
 def check(cfg: TrainConf) -> None:
@@ -49,9 +59,12 @@ def check(cfg: TrainConf) -> None:
 
 
 def check_head(cfg: TrainConf) -> None:
-    """What a kind of head can't do, and a start that is not there."""
+    """What a kind of head can't do, settings of another kind, and a start that is not there.
+
+    A resumed run needs no start: its checkpoint holds all that it had from there.
+    """
     kind = cfg.head.name
-    if cfg.head.start not in STARTS and not Path(cfg.head.start).expanduser().is_dir():
+    if not (cfg.resume or cfg.head.start in STARTS or Path(cfg.head.start).expanduser().is_dir()):
         raise UserError(f"head.start must be verifier, random, or a folder that holds a head, found {cfg.head.start}")
     if kind in ("eagle1", "medusa") and cfg.verifier.aux_layers not in (None, [-1]):
         raise UserError(f"head={kind} reads the last hidden state alone: leave verifier.aux_layers unset")
@@ -59,14 +72,14 @@ def check_head(cfg: TrainConf) -> None:
         raise UserError("head=eagle1 drafts with the verifier's own LM head: leave head.draft_vocab_size unset")
     if kind == "eagle1" and cfg.head.start == "verifier":
         raise UserError(START)
-    eagle = kind in ("eagle1", "eagle3")
-    for name, value, plain in (
-        ("objective.feature_weight", cfg.objective.feature_weight, 0),
-        ("objective.survival", cfg.objective.survival, 0),
-        ("objective.tokens", cfg.objective.tokens, "given"),
-    ):
-        if not eagle and value != plain:
-            raise UserError(f"{name} is for EAGLE heads, which read their own output: leave it at {plain} for {kind}")
+    plain = TrainConf()
+    for name, kinds in OWNERS.items():
+        found, default = _setting(cfg, name), _setting(plain, name)
+        if kind not in kinds and found != default:
+            raise UserError(
+                f"{name} is for {' and '.join(kinds)} heads: expected {default} for {kind}, found {found}; "
+                "leave it out, or choose another head"
+            )
     objective_of(cfg)
 
 

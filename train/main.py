@@ -170,7 +170,7 @@ def open_states(cfg: TrainConf, verifier: Verifier, prepared: Prepared) -> State
 def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> HeadModule:
     """Head, loader and limits."""
     cfg = job.cfg
-    head = build_head(cfg, verifier, prepared.train)
+    head = build_head(cfg, verifier, prepared.train, job.checkpoint if cfg.resume else None)
     loader = PackedLoader(source, cfg.trainer.tokens_per_step, cfg.seed, job.rank, job.world)
     windows = max(1, len(loader.plan(0)) // cfg.trainer.accumulate)
     limits = limits_of(cfg, windows, job.ledger.spent / 60)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -79,7 +80,8 @@ class HeadModule(pl.LightningModule):
 
     def training_step(self, batch: tuple[VerifierStates, dict], index: int) -> None:
         states, place = batch
-        loss, weight, counts = head_loss(self.head, states, self.labels(states), self.settings.objective)
+        seed = batch_seed(place, self.global_rank)
+        loss, weight, counts = head_loss(self.head, states, self.labels(states), self.settings.objective, seed)
         self._weights.append(weight.detach())
         self._counts = counts if self._counts is None else self._counts + counts
         self.tokens += states.input_ids_BT.numel()
@@ -95,9 +97,9 @@ class HeadModule(pl.LightningModule):
     def labels(self, states: VerifierStates) -> Labels:
         """The verifier's laws that this batch is taught by."""
         vocab, objective = self.head.vocab, self.settings.objective
-        logits_PR = self.verifier.logits(states.last_PD, None if vocab.is_identity else vocab.ids_R)
         if objective.tokens == "own":
-            return own_labels(self.head, self.verifier, states, logits_PR, objective.steps)
+            return own_labels(self.head, self.verifier, states, objective.steps)
+        logits_PR = self.verifier.logits(states.last_PD, None if vocab.is_identity else vocab.ids_R)
         return Labels.given(states, logits_PR, objective.steps)
 
     def _step(self) -> None:
@@ -213,7 +215,7 @@ class HeadModule(pl.LightningModule):
             "loader": self._place or self.loader.state_dict(),
             "elapsed": self.elapsed,
             "tokens": self.tokens,
-            "rng": torch.get_rng_state(),
+            "head": {"config": self.head.config.to_dict(), "d2t": self.head.vocab.d2t},
             "counts": None if self._counts is None else asdict(self._counts),
         }
 
@@ -223,9 +225,14 @@ class HeadModule(pl.LightningModule):
         self.loader.load_state_dict(kept["loader"])
         self._place = kept["loader"]
         self.elapsed, self.tokens = kept["elapsed"], kept["tokens"]
-        torch.set_rng_state(kept["rng"].cpu())
         if kept["counts"] is not None:
             self._counts = StepCounts(**{name: value.to(self.device) for name, value in kept["counts"].items()})
+
+
+def batch_seed(place: dict, rank: int) -> int:
+    """The seed of one micro-batch's noise. place: a PackedLoader's after it, so that a resumed run draws the same."""
+    words = (place["seed"] & (2**64 - 1), rank, place["epoch"], place["step"])
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 
 def check_same(hashes: list[list[int]]) -> None:

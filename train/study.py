@@ -28,7 +28,7 @@ from models.verifier import Verifier
 from train import finish
 from train import ledger as ledgers
 from train.build import draft_steps
-from train.checks import check
+from train.checks import EAGLE, check
 from train.resolve import CONFIG, resumed_config, write_config
 from train.schedule import training_minutes
 
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 SHARED = "arms share everything but head, objective and optim"
 CHANGEABLE = ("head", "objective", "optim")
-EAGLE = ("eagle1", "eagle3")
 
 
 @dataclass(frozen=True)

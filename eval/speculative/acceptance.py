@@ -1,47 +1,50 @@
-"""The acceptance rule of speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
+"""The acceptance rules of speculative sampling: which drafts of a tree pass, and what the verifier says after them.
+
+All are exact: the text follows the verifier's law whatever the draft (Leviathan et al. 2211.17192, Chen et al.
+2302.01318, and for siblings drawn without replacement 2305.09781 and 2402.12374), for the tree's shape never
+depends on the verifier, and every candidate is tested with the law that it was really drawn from.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+Nodes = Sequence[tuple[int, int] | None]  # (parent, token) of each candidate, None: not one that can be accepted
+
 
 @dataclass(frozen=True)
 class DraftLaw:
-    """The law that each sampled candidate of a draft was really drawn from.
+    """The laws that sampled candidates were really drawn from.
 
-    probs_NR: one distribution a candidate, float32 or better, rows sum to 1.
-    ids_R:    verifier token id of each column; None: the columns are the whole vocabulary in order.
-
-    A candidate that wasn't drawn (a head's argmax, a prompt's n-gram) has a point mass for its law; that
-    is written as `None` in place of a DraftLaw.
+    probs_BMR: float32 or better. The children of a node share a row, and were drawn from it without replacement: the
+    second from what is left without the first, renormalised, and so on.
+    row_N: the row of each candidate. ids_R: verifier token id of each column, ascending; None: the whole vocabulary.
     """
 
-    probs_NR: Tensor
+    probs_BMR: Tensor
+    row_N: Sequence[int]
     ids_R: Tensor | None = None
 
-    def of(self, tokens_N: Tensor) -> Tensor:
-        """q(d) of each candidate d, [N]."""
-        columns_N = tokens_N if self.ids_R is None else torch.searchsorted(self.ids_R, tokens_N)
-        assert self.ids_R is None or torch.equal(self.ids_R[columns_N.clamp(max=len(self.ids_R) - 1)], tokens_N), (
-            "a candidate lies outside the vocabulary of the law it was drawn from"
-        )
-        return self.probs_NR.gather(1, columns_N[:, None]).squeeze(1)
-
-    def dense(self, row: int, vocab_size: int) -> Tensor:
-        """Row `row` spread over the verifier's vocabulary, [V]: zero outside the draft's columns."""
+    def column(self, token: int) -> int:
+        """Where a token stands; an error for one that has no column."""
         if self.ids_R is None:
-            return self.probs_NR[row]
-        return self.probs_NR.new_zeros(vocab_size).index_copy(0, self.ids_R, self.probs_NR[row])
+            return token
+        column = int(torch.searchsorted(self.ids_R, token))
+        assert column < len(self.ids_R) and int(self.ids_R[column]) == token, (
+            f"candidate {token} lies outside the vocabulary of the law it was drawn from"
+        )
+        return column
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """`count` leading candidates were accepted; `token` follows them: the correction, or the bonus."""
+    """nodes: the accepted path from a child of the root down; token: what follows it, the correction or the bonus."""
 
-    count: int
+    nodes: tuple[int, ...]
     token: int
 
 
@@ -56,45 +59,68 @@ def draw(weights_V: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf_V, target, right=True).squeeze(-1).clamp_(max=weights_V.shape[-1] - 1)
 
 
-def accept_chain(p_target_NV: Tensor, tokens_N: Tensor, q_draft: DraftLaw | None, uniform_N: Tensor) -> Accepted:
-    """Tests a chain of N drafts against N+1 rows of the verifier's law; the emitted tokens follow p exactly.
+def accept_points(nodes_B: Sequence[Nodes], say: Callable[[list[int], int], list[int]]) -> list[Accepted]:
+    """Candidates that weren't drawn (a head's best tokens, a prompt's n-gram): the verifier's own token is followed.
 
-    p_target_NV: [N+1, V], after the logits processors, float32 or better. Row i is the law of the token that
-                 follows i accepted drafts; row N gives the bonus.
-    tokens_N:    [N] candidates d_1..d_N (N may be 0).
-    q_draft:     their laws, or None for point masses: then d is accepted with probability p(d).
-    uniform_N:   [N+1] numbers in [0, 1): one coin a draft, and the last for the correction or bonus.
-
-    Draft d passes with probability min(1, p(d)/q(d)). The first that fails is replaced by a draw from
-    (p - q)+, which for a point mass is p without d, and the chain ends. A candidate with q(d) = 0 can't have
-    been drawn, so it is an error, never an accept. Mass of p outside the draft's vocabulary stays in the
-    residual. A residual of no mass can only be met by rounding (probability zero): the draw is from p then.
+    say: from the node that each sequence stands at (-1: the root) and the level, the verifier's token after it: its
+    argmax, or a draw from its law. While that is a child it is accepted, otherwise it is the correction. This is the
+    rule for point masses (accept x with p(x), else p without x, renormalised, for the next sibling): the token that
+    comes out has the law p either way, so one draw does.
     """
-    count_N, vocab_size = len(tokens_N), p_target_NV.shape[-1]
-    assert p_target_NV.dtype in (torch.float32, torch.float64), f"p_target in {p_target_NV.dtype}"
-    assert len(p_target_NV) == count_N + 1 == len(uniform_N), (p_target_NV.shape, count_N, uniform_N.shape)
-    accepted = 0
-    if count_N:
-        p_of_draft_N = p_target_NV[:-1].gather(1, tokens_N[:, None]).squeeze(1).double()
-        q_of_draft_N = torch.ones_like(p_of_draft_N) if q_draft is None else q_draft.of(tokens_N).double()
-        assert bool((q_of_draft_N > 0).all()), "a candidate has q(d) = 0: it can't have been drawn from this law"
-        passed_N = uniform_N[:-1].double() * q_of_draft_N < p_of_draft_N  # u < p/q without dividing; p(d) = 0 fails
-        accepted = int(passed_N.long().cumprod(0).sum())
-    law_V = p_target_NV[accepted].double()
-    if accepted < count_N:
-        if q_draft is None:
-            residual_V = law_V.index_fill(0, tokens_N[accepted], 0.0)
-        else:
-            residual_V = (law_V - q_draft.dense(accepted, vocab_size).double()).clamp(min=0.0)
-        law_V = torch.where(residual_V.sum() > 0, residual_V, law_V)
-    return Accepted(accepted, int(draw(law_V, uniform_N[-1])))
+    children_B = [{node: n for n, node in reversed(list(enumerate(nodes))) if node is not None} for nodes in nodes_B]
+    paths_B: list[list[int]] = [[] for _ in nodes_B]
+    token_B: list[int | None] = [None] * len(nodes_B)
+    while None in token_B:
+        level = max(len(path) for path, token in zip(paths_B, token_B, strict=True) if token is None)
+        said_B = say([path[-1] if path else -1 for path in paths_B], level)
+        for b, (path, said) in enumerate(zip(paths_B, said_B, strict=True)):
+            if token_B[b] is not None:
+                continue
+            child = children_B[b].get((path[-1] if path else -1, said))
+            if child is None:
+                token_B[b] = said
+            else:
+                path.append(child)
+    return [Accepted(tuple(path), token) for path, token in zip(paths_B, token_B, strict=True)]
 
 
-def accept_greedy(top_N: Tensor, tokens_N: Tensor) -> Accepted:
-    """`accept_chain` at temperature 0, where row i of p is a point mass on `top_N[i]`, [N+1].
+def accept_sampled(
+    nodes: Nodes, laws: DraftLaw, sequence: int, p_target: Callable[[int], Tensor], uniform_U: Tensor
+) -> Accepted:
+    """Candidates of one sequence, drawn from `laws`, siblings without replacement; in a chain each is an only child.
 
-    Then a draft passes exactly when it is the verifier's argmax, whatever law it came from, and the
-    correction is that argmax: no row of width V is needed.
+    p_target:  the verifier's law after a node (-1: the root), [V], after the logits processors, float32 or better.
+    uniform_U: numbers in [0, 1): one coin a candidate, in order, and then one for the correction or bonus.
+
+    At each node with law p its children are tested in the order in which they were drawn. d passes with probability
+    min(1, p(d)/q(d)). If it fails, p becomes (p - q)+ and q loses d, both renormalised, for the next sibling. When all
+    failed, or there are none, the token is drawn from what p has become. A candidate with q(d) = 0 can't have been
+    drawn, so it is an error, never an accept. Mass of p outside the draft's vocabulary stays in the residual. A
+    residual of no mass can only be met by rounding (probability zero): p stays as it was.
     """
-    accepted = int((top_N[:-1] == tokens_N).long().cumprod(0).sum())
-    return Accepted(accepted, int(top_N[accepted]))
+    path: list[int] = []
+    coins = uniform_U.tolist()
+    while True:
+        at = path[-1] if path else -1
+        p_V = p_target(at).double()
+        assert p_V.dim() == 1, p_V.shape
+        children = [n for n, node in enumerate(nodes) if node is not None and node[0] == at]
+        q_R = laws.probs_BMR[sequence, laws.row_N[children[0]]].double() if children else None
+        passed = None
+        for child in children:
+            token = nodes[child][1]
+            column = laws.column(token)
+            q_R = q_R / q_R.sum()
+            q = float(q_R[column])
+            assert q > 0, "a candidate has q(d) = 0: it can't have been drawn from this law"
+            if coins[child] * q < float(p_V[token]):  # u < p/q without dividing; p(d) = 0 fails
+                passed = child
+                break
+            residual_V = p_V - q_R if laws.ids_R is None else p_V.index_add(0, laws.ids_R, q_R, alpha=-1)
+            residual_V = residual_V.clamp(min=0.0)
+            total = residual_V.sum()
+            p_V = torch.where(total > 0, residual_V / total, p_V)
+            q_R = q_R.index_fill(0, torch.tensor(column, device=q_R.device), 0.0)
+        if passed is None:
+            return Accepted(tuple(path), int(draw(p_V, uniform_U[-1])))
+        path.append(passed)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -132,6 +132,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file; UserError when it is damaged."""
     try:
         return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); write it again") from error
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The names in a safetensors file, of which its header alone is read; UserError when it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); write it again") from error
 

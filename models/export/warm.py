@@ -15,7 +15,7 @@ from models.export.native import (
     head_folder,
     read_config,
     read_head,
-    read_tensors,
+    tensor_names,
 )
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def peek(source: Path | str) -> str:
     source = Path(source).expanduser()
     if not (source / WEIGHTS).is_file():
         safeai.read_folder(source)  # says what is missing
-    names = read_tensors(source / WEIGHTS).keys()
+    names = tensor_names(source / WEIGHTS)
     if any(name.startswith("midlayer.") for name in names):
         return "eagle3"
     if any(name.startswith("layers.0.") for name in names) and "fc.weight" in names:
@@ -56,6 +56,11 @@ def layers_wanted(source: Path | str) -> list[int] | None:
         return [-1]
     layers = safeai.named_layers(read_config(Path(source).expanduser() / CONFIG))
     return None if layers is None else list(layers)
+
+
+def named_verifier(source: Path | str) -> str | None:
+    """The verifier that a serving layout of our own was exported for; None for one from elsewhere."""
+    return read_config(Path(source).expanduser() / CONFIG).get("eyrie", {}).get("verifier", {}).get("name")
 
 
 def read_any(source: Path | str, verifier) -> StoredHead:

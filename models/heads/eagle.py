@@ -8,7 +8,7 @@ verifier's states become (`fuse`) and what the LM head reads (`final`, `lm_weigh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from models.heads.cache import HeadCache
+from models import attention
+from models.cache import KVCache
 from models.heads.config import LayerConfig
-from models.layers import GatedMLP, RMSNorm, Rotary, anchor_attention, grouped_attention, rotate
+from models.heads.start import check_embedding, check_vocab
+from models.layers import GatedMLP, RMSNorm, Rotary, anchor_attention, rotate
 from models.states import VerifierStates
 from models.supervision import anchor_plan
+from models.tree import TreeRows
 from models.vocab import DraftVocab
 
 
@@ -85,11 +88,7 @@ class EagleHead(nn.Module, ABC):
 
     def __init__(self, config: EagleConfig, embedding_VD: Tensor, vocab: DraftVocab) -> None:
         super().__init__()
-        if tuple(embedding_VD.shape) != (config.vocab_size, config.hidden_size):
-            raise UserError(
-                f"expected an embedding of shape {(config.vocab_size, config.hidden_size)}, "
-                f"found {tuple(embedding_VD.shape)}: is the head for another verifier?"
-            )
+        check_embedding(config, embedding_VD)
         check_vocab(config, vocab)
         self.config, self.vocab = config, vocab
         self.register_buffer("embedding_VD", embedding_VD.detach(), persistent=False)
@@ -172,46 +171,31 @@ class EagleHead(nn.Module, ABC):
 
     # --- serving ----------------------------------------------------------------------------------------------
 
-    def new_cache(self, batch: int, capacity: int) -> HeadCache:
-        """Room for `capacity` rows of `batch` sequences, on the head's device and in its dtype."""
-        like, shape = self.layer.mlp.up_proj.weight, (batch, self.config.num_key_value_heads, capacity)
-        return HeadCache(like.new_zeros(*shape, self.config.head_dim), like.new_zeros(*shape, self.config.head_dim))
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` rows each."""
+        return KVCache(batch, capacity)
 
-    def step(self, tokens_BT: Tensor, hidden_BTD: Tensor, start: int, cache: HeadCache) -> Tensor:
-        """Append T rows, causally, at positions start.. (= rows already in the cache); returns out_BTD.
+    def step(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTD: Tensor,
+        cache: KVCache,
+        count_B: Sequence[int] | None = None,
+        tree: TreeRows | None = None,
+    ) -> Tensor:
+        """Append T rows to each sequence, causally or as `tree` says; returns out_BTD. As `Verifier.decode` otherwise.
 
         Row i of a sequence takes token x_{i+1} and `fuse` of the verifier's states at i, or, for a drafted row, the
         last draft and `feedback` of the row before.
         """
-        assert start == cache.length, f"rows start at {start}, but the cache holds {cache.length}"
-        T = tokens_BT.shape[1]
+        plan = attention.CachePlan.over(cache, tokens_BT.shape[1], count_B, tree, tokens_BT.device)
         row = self.project(self.token_part(tokens_BT), hidden_BTD)
-        angles = self.rotary(torch.arange(start, start + T, device=tokens_BT.device), row.q.dtype)
-        k, v = cache.append(rotate(row.k, *angles), row.v)
-        causal = None
-        if T > 1:
-            causal = torch.ones(T, start + T, dtype=torch.bool, device=k.device).tril(start)
-        return self.layer.finish(row.residual, grouped_attention(rotate(row.q, *angles), k, v, causal))
-
-
-def init_weights(module: nn.Module) -> None:
-    """Normal weights of the usual width for every linear layer, zero biases, and a survival output of one half."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02)
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)
-    if getattr(module, "survival", None) is not None:
-        nn.init.zeros_(module.survival.weight)
-
-
-def check_vocab(config, vocab: DraftVocab) -> None:
-    """UserError when the map is not of the config's sizes."""
-    if (len(vocab), vocab.vocab_size) != (config.draft_vocab_size, config.vocab_size):
-        raise UserError(
-            f"expected a draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} ids, "
-            f"found {len(vocab)} of {vocab.vocab_size}"
-        )
+        angles = self.rotary(plan.position_BT.to(tokens_BT.device), row.q.dtype)
+        k, v = cache.update(rotate(row.k, *angles).transpose(1, 2), row.v.transpose(1, 2), 0)
+        rule = attention.Rule(row.q.shape[-1] ** -0.5, None, None, None)
+        out_BHTF = plan.attend(rotate(row.q, *angles).transpose(1, 2), k, v, rule)
+        cache.advance(plan.count_B)
+        return self.layer.finish(row.residual, out_BHTF.transpose(1, 2))
 
 
 @torch.no_grad()

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from models.heads.eagle import EagleConfig, EagleHead, Layer, Projected, init_weights
+from models.heads.eagle import EagleConfig, EagleHead, Layer, Projected
+from models.heads.start import init_weights
 from models.vocab import DraftVocab
 
 START = "an EAGLE-1 layer has no input norm, so a verifier's layer is no start for it: use head.start=random"

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from models.heads.eagle import EagleConfig, EagleHead, Layer, Projected, copy_layer, init_weights
+from models.heads.eagle import EagleConfig, EagleHead, Layer, Projected, copy_layer
+from models.heads.start import copy_rows, init_weights
 from models.layers import RMSNorm
 from models.vocab import DraftVocab
 
@@ -144,11 +145,3 @@ class Eagle3Head(EagleHead):
             layer=layer is not None,
             lm_head=lm_head,
         )
-
-
-@torch.no_grad()
-def copy_rows(weight_RD: Tensor, rows_RD: Tensor) -> None:
-    """The verifier's LM head rows into an LM head; UserError when the shapes differ."""
-    if rows_RD.shape != weight_RD.shape:
-        raise UserError(f"expected LM head rows of shape {tuple(weight_RD.shape)}, found {tuple(rows_RD.shape)}")
-    weight_RD.copy_(rows_RD)

@@ -6,7 +6,7 @@ The layers are transformers' own Llama layers, run through the same attention an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -19,10 +19,10 @@ from conf.errors import UserError
 from models import attention
 from models.cache import KVCache
 from models.heads.config import LayerConfig
-from models.heads.eagle import check_vocab, init_weights
-from models.heads.eagle3 import copy_rows
+from models.heads.start import check_embedding, check_vocab, copy_rows, init_weights
 from models.layers import ROPE_TYPES
 from models.states import VerifierStates
+from models.tree import TreeRows
 from models.vocab import DraftVocab
 
 
@@ -67,11 +67,7 @@ class IndependentHead(nn.Module):
 
     def __init__(self, config: IndependentConfig, embedding_VD: Tensor, vocab: DraftVocab) -> None:
         super().__init__()
-        if tuple(embedding_VD.shape) != (config.vocab_size, config.hidden_size):
-            raise UserError(
-                f"expected an embedding of shape {(config.vocab_size, config.hidden_size)}, "
-                f"found {tuple(embedding_VD.shape)}: is the draft for another verifier?"
-            )
+        check_embedding(config, embedding_VD)
         check_vocab(config, vocab)
         self.config, self.vocab = config, vocab
         self.register_buffer("embedding_VD", embedding_VD.detach(), persistent=False)
@@ -120,19 +116,28 @@ class IndependentHead(nn.Module):
         """[.., D] -> draft logits [.., R]."""
         return F.linear(out, self.lm_weight)
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for one sequence of up to `capacity` tokens."""
-        return KVCache(1, capacity)
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens each."""
+        return KVCache(batch, capacity)
 
-    def extend(self, cache: KVCache, tokens_1T: Tensor) -> Tensor:
-        """Append T tokens to the one sequence in the cache; draft logits [R] after the last of them."""
-        tokens, length = tokens_1T.shape[1], cache.length_B[0]
-        slots = cache.stage(tokens, [tokens], None, tokens_1T.device)
-        plan = attention.CachePlan([length], [tokens], tokens, slots)
-        position_1T = torch.arange(length, length + tokens, device=tokens_1T.device)[None]
-        out_1TD = self._run(tokens_1T, position_1T, plan, cache)
-        cache.advance([tokens])
-        return self.logits(out_1TD[0, -1])
+    def extend(
+        self,
+        cache: KVCache,
+        tokens_BT: Tensor,
+        count_B: Sequence[int] | None = None,
+        tree: TreeRows | None = None,
+    ) -> Tensor:
+        """Append T tokens to each sequence; draft logits [B, T, R], of a chain's last counted row alone: [B, 1, R].
+
+        Arguments as `Verifier.decode`.
+        """
+        plan = attention.CachePlan.over(cache, tokens_BT.shape[1], count_B, tree, tokens_BT.device)
+        out_BTD = self._run(tokens_BT, plan.position_BT.to(tokens_BT.device), plan, cache)
+        cache.advance(plan.count_B)
+        if tree is None:
+            last_B = torch.tensor(plan.count_B, device=out_BTD.device) - 1
+            out_BTD = out_BTD[torch.arange(len(last_B), device=out_BTD.device), last_B][:, None]
+        return self.logits(out_BTD)
 
     @torch.no_grad()
     def start(self, verifier, layer: int | None, lm_head: bool) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from models.heads.config import HeadConfig
-from models.heads.eagle import check_vocab
-from models.heads.eagle3 import copy_rows
+from models.heads.start import check_vocab, copy_rows
 from models.states import VerifierStates
 from models.supervision import anchor_rows
 from models.vocab import DraftVocab
