@@ -46,6 +46,8 @@ def evaluate_run(cfg) -> Outcome:
     """
     if (cfg.run is None) == (cfg.draft is None):
         raise UserError("give the run to evaluate: python -m eval run=outputs/NAME/TIME (or draft=MODEL, without one)")
+    if cfg.replay and cfg.draft == "lookahead":
+        raise UserError("Lookahead reads the verifier's calls, which a replay leaves out: leave replay out")
     run = Path(cfg.run or cfg.draft).expanduser()
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)
     settings = replace(settings, replay=cfg.replay)

@@ -1,5 +1,8 @@
 """The acceptance rules on hand-made laws, and their edge rules."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
@@ -125,6 +128,49 @@ def test_draw_never_gives_a_token_of_no_weight():
     assert draw(weights.expand(4, V), edges).tolist() == [1, 1, 3, 3]
 
 
+def test_acceptance_rate_and_output_law_of_one_position():
+    """A grid of coins integrates the rule: acceptance = sum of min(p, q), output law = p."""
+    p, q = laws(2, 7), laws(1, 8)
+    grid = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
+    out, accepted = torch.zeros(V, dtype=torch.float64), 0.0
+    for token in range(V):
+        weight = float(q[0, token]) / 400
+        for i, coin in enumerate(grid):
+            count, last = accept_chain(p, [token], q, torch.stack([coin, grid[(i * 157) % 400]]))
+            accepted += weight * count
+            out[token if count else last] += weight
+    assert accepted == pytest.approx(float(torch.minimum(p[0], q[0]).sum()), abs=3e-3)
+    assert torch.allclose(out, p[0].double(), atol=8e-3)
+
+
+def test_point_mass_rejection_leaves_the_draft_out():
+    p = torch.tensor([[0.4, 0.3, 0.3, 0.0, 0.0]] * 2)
+    for u in torch.linspace(0.41, 0.999, 50):
+        count, token = accept_point_chain(p, [0], coins(float(u), 0.0))
+        assert count == 0 and token in (1, 2)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_greedy_is_the_same_rule_with_point_masses(sampled):
+    """p is a point mass: both rules follow it, whatever the draft's law and the coins."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(300):
+        count = int(torch.randint(0, 4, (), generator=generator))
+        top = torch.randint(0, 3, (count + 1,), generator=generator)
+        tokens = torch.randint(0, 3, (count,), generator=generator)
+        p = torch.nn.functional.one_hot(top, V).float()
+        q = laws(count, int(top.sum())) if sampled else torch.nn.functional.one_hot(tokens, V).float()
+        uniform = torch.rand(count + 1, generator=generator, dtype=torch.float64)
+        [greedy] = accept_points([chain_nodes(tokens)], lambda at, level, top=top: [int(top[at[0] + 1])])
+        assert accept_chain(p, tokens, q.view(count, V), uniform) == (len(greedy.nodes), greedy.token)
+        assert accept_point_chain(p, tokens, uniform) == (len(greedy.nodes), greedy.token)
+
+
+def test_half_precision_is_refused():
+    with pytest.raises(AssertionError, match="bfloat16"):
+        accept_chain(laws(2, 0).bfloat16(), [0], laws(1, 0), coins(0.5, 0.5))
+
+
 # --- siblings -------------------------------------------------------------------------------------------------
 
 
@@ -144,32 +190,43 @@ def test_a_failed_sibling_leaves_q_and_reduces_p():
     assert siblings(p, q, [0, 1], coins(0.51, 0.89, 0.5)) == (None, 2)
 
 
+def share_accepted(p, q, children):
+    """By hand, over all draws and coins: some child of `children` drawn without replacement passes."""
+    total = 0.0
+    for x in range(V if children else 0):
+        passes = min(1.0, float(p[x] / q[x]))
+        rest, left = (p - q).clamp(min=0), q.index_fill(0, torch.tensor(x), 0.0)
+        later = share_accepted(rest / rest.sum(), left / left.sum(), children - 1) if passes < 1 else 0.0
+        total += float(q[x]) * (passes + (1 - passes) * later) if q[x] > 0 else 0.0
+    return total
+
+
 def test_acceptance_and_output_law_of_siblings_without_replacement():
-    """All draws weighed by their probability, and a grid of coins: the output law is p, and more children pass more."""
+    """All draws weighed by their probability, and coins integrated: the output law is p; more children pass more."""
     p, q = laws(2, 7)[0].double(), laws(1, 8)[0].double()
-    grid = (torch.arange(60, dtype=torch.float64) + 0.5) / 60
-    shares = []
-    for width in (1, 2):
+    grid, failing, shares = ((torch.arange(100) + 0.5) / 100).tolist(), 1 - 1e-12, []
+    for children in (1, 2, 3):
         out, accepted = torch.zeros(V, dtype=torch.float64), 0.0
-        for first in range(V):
-            for second in range(V) if width == 2 else [None]:
-                if first == second:
-                    continue
-                tokens = [first] if second is None else [first, second]
-                weight = float(q[first]) * (1.0 if second is None else float(q[second] / (1 - q[first])))
-                for i, coin in enumerate(grid):
-                    for j in range(0, 60, 6):
-                        uniform = [float(coin), float(grid[(i * 7 + j) % 60])][:width] + [
-                            float(grid[(i + 11 * j) % 60])
-                        ]
-                        passed, token = siblings(p, q, tokens, coins(*uniform))
-                        share = weight / (60 * 10)
-                        accepted += share * (passed is not None)
-                        out[token if passed is None else passed] += share
-        assert torch.allclose(out, p, atol=0.03)
+        for tokens in map(list, itertools.permutations(range(V), children)):
+            reached = math.prod(float(q[x] / (1 - q[tokens[:i]].sum())) for i, x in enumerate(tokens))
+            for i, token in enumerate(tokens):  # those before it have failed
+                low, high = 0.0, 1.0  # it passes with coins below some number
+                for _ in range(12):
+                    uniform = [failing] * i + [(low + high) / 2] + [failing] * (children - i)
+                    passes = siblings(p, q, tokens, coins(*uniform))[0] == token
+                    low, high = ((low + high) / 2, high) if passes else (low, (low + high) / 2)
+                passed = reached * (low + high) / 2
+                out[token] += passed
+                accepted, reached = accepted + passed, reached - passed
+            for u in grid if siblings(p, q, tokens, coins(*[failing] * children, 0.0))[0] is None else []:
+                none, last = siblings(p, q, tokens, coins(*[failing] * children, u))
+                assert none is None
+                out[last] += reached / len(grid)
+        assert torch.allclose(out, p, atol=5e-3)
+        assert accepted == pytest.approx(share_accepted(p, q, children), abs=3e-3)
         shares.append(accepted)
-    assert shares[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.02)
-    assert shares[1] > shares[0] + 0.05
+    assert shares[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=3e-3)
+    assert shares[2] > shares[1] + 0.02 and shares[1] > shares[0] + 0.05
 
 
 def test_point_masses_follow_what_the_verifier_says():

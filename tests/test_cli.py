@@ -37,7 +37,7 @@ def call(monkeypatch, capsys, command, words, run=None, **options):
         ("theory", ["alpha=half"], "alpha: Value 'half'"),
         ("theory", ["alpha"], "cannot read the overrides"),
         ("theory", ["-m"], "takes no flags"),
-        ("eval", ["decode=tree"], "no decode 'tree'; there are: chain"),
+        ("eval", ["decode=bush"], "no decode 'bush'; there are: chain, tree"),
         ("train", ["experiment=eagle3_lama"], "did you mean eagle3_llama or"),
         ("train", ["optim.rate=1"], "no setting 'optim.rate'"),
         ("train", ["lr=1"], "did you mean optim.lr"),

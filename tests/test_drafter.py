@@ -154,3 +154,10 @@ def drafter_pool(drafter, token):
 def test_lookahead_refuses_sizes_that_make_no_window():
     with pytest.raises(UserError, match="found 0, 4 and 5"):
         Lookahead(window=0)
+
+
+def test_more_best_tokens_than_the_draft_has_are_the_users_error(head):
+    wide = FixedTree.of([2, len(head.vocab) + 1])
+    with pytest.raises(UserError, match="at most 256 children, .* found 257"):
+        drafter_for(head, wide, GREEDY)
+    assert drafter_for(head, wide, Sampling(1.0)).nodes == 2 + 2 * 257  # draws run out of tokens instead

@@ -95,6 +95,37 @@ def test_two_replays_of_one_recording_compared(run, tmp_path, command, monkeypat
     assert code == 2 and "temperature 0.9" in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("draft, kind", [("none", "chain"), ("prompt_lookup", "chain"), ("lookahead", "tree")])
+def test_drafts_without_a_model_by_name(run, tmp_path, command, draft, kind):
+    words = [f"draft={draft}", f"verifier_source={run}/verifier", f"prompts={run}/prompts.jsonl", "report=false"]
+    words += ["plots=false", "decode.max_new_tokens=10", "decode.batch=2"]
+    code, _, err = command("eval", evaluate_run, *words, f"out={tmp_path}/x")
+    assert code == 0, err
+    values = json.loads((tmp_path / "x" / "alpha.json").read_text())
+    assert values["identical_to_baseline"] is True and values["head"] == draft and values["batch"] == 2
+    assert values["decode"] == kind and values["verify_calls"] > 0
+    assert draft != "none" or (values["drafted"], values["tau"]) == (0, 1)
+    code, _, err = command("eval", evaluate_run, *words, "replay=true", f"out={tmp_path}/y")
+    if draft == "lookahead":
+        assert code == 2 and "Lookahead reads the verifier's calls" in err and len(err.splitlines()) == 1
+    else:
+        replayed = json.loads((tmp_path / "y" / "alpha.json").read_text())
+        assert code == 0 and replayed["tau"] == values["tau"]
+
+
+@pytest.mark.parametrize("words", [["decode.branch=3", "decode.total_tokens=9"], ["decode.shape=[[0],[1],[0,0]]"]])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_trees_of_either_kind(run, tmp_path, command, words, temperature):
+    code, _, err = command("eval", evaluate_run, f"run={run}", f"prompts={run}/prompts.jsonl", "decode=tree", *words,
+                           "decode.max_new_tokens=8", f"temperature={temperature}", "report=false", "plots=false",
+                           f"out={tmp_path}/x")  # fmt: skip
+    assert code == 0, err
+    values = json.loads((tmp_path / "x" / "alpha.json").read_text())
+    assert values["decode"] == "tree" and values["identical_to_baseline"] is (True if temperature == 0 else None)
+    assert values["drafted"] == values["nodes"] * values["verify_calls"]
+    assert (values["nodes"], values["depth"]) == ((8, 6) if "branch" in words[0] else (3, 2))
+
+
 def test_a_verifier_that_changed_is_refused_with_both_hashes(run, tmp_path, command):
     copy = shutil.copytree(run, tmp_path / "run")
     card = json.loads((copy / "head" / "config.json").read_text())
@@ -127,7 +158,13 @@ def test_the_verifier_is_loaded_as_the_run_says_unless_told_otherwise(run, tmp_p
 
 
 @pytest.mark.parametrize(
-    "words, hint", [(["decode.depht=2"], "decode.depth"), (["run=/absent"], "/absent"), ([], "run=")]
+    "words, hint",
+    [
+        (["decode.depht=2"], "decode.depth"),
+        (["run=/absent"], "/absent"),
+        ([], "run="),
+        (["run=/x", "decode=tree", "decode.shape=[0]"], "found [0]"),
+    ],
 )
 def test_mistakes_are_one_line(words, hint, command):
     code, _, err = command("eval", evaluate_run, *words)

@@ -1,5 +1,7 @@
 """Shapes of drafts, and rows of trees against an obvious walk to the root."""
 
+import re
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def test_children_a_level_and_paths_of_ranks_are_two_ways_to_write_a_tree():
     "spec", [[], [0], [2, -1], [[0], [0, 0, 0]], [[1]], [[0], [2]], [[]], [2, [0]], ["a"], [[0, 0]]]
 )
 def test_what_is_no_tree_is_the_users_error(spec):
-    with pytest.raises(UserError, match="expected the shape of a tree"):
+    with pytest.raises(UserError, match=f"expected the shape of a tree.*found {re.escape(repr(spec))}"):
         FixedTree.of(spec)
 
 

@@ -102,8 +102,9 @@ def accept_sampled(
     coins = uniform_U.tolist()
     while True:
         at = path[-1] if path else -1
-        p_V = p_target(at).double()
-        assert p_V.dim() == 1, p_V.shape
+        p_V = p_target(at)
+        assert p_V.dim() == 1 and p_V.dtype in (torch.float32, torch.float64), (p_V.shape, p_V.dtype)
+        p_V = p_V.double()
         children = [n for n, node in enumerate(nodes) if node is not None and node[0] == at]
         q_R = laws.probs_BMR[sequence, laws.row_N[children[0]]].double() if children else None
         passed = None

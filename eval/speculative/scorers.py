@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from conf.errors import UserError
 from eval.speculative.drafter import Draft, Features, pad
 from eval.speculative.grow import grow
 from eval.speculative.processors import Sampling
@@ -19,12 +20,17 @@ class TreeDrafter:
 
     points: take the draft's best tokens also where the verifier samples (as vLLM does by default), and test them as
     point masses. Otherwise a fixed shape is drawn from the draft's law, after the same processors as the verifier's.
+    Raises UserError for a node with more children than there are tokens to take the best of.
     """
 
     def __init__(self, scorer, shape: Shape, sampling: Sampling, points: bool = False):
         self.scorer, self.shape, self.sampling = scorer, shape, sampling
         self.name, self.ids_R, self.nodes, self.depth = scorer.name, scorer.ids_R, shape.nodes, shape.depth
         self.points = points or sampling.greedy or not isinstance(shape, FixedTree)
+        if isinstance(shape, FixedTree) and self.points:
+            widest = max(max(level.rank) + 1 for level in shape.levels)
+            if widest > len(self.ids_R):
+                raise UserError(f"expected at most {len(self.ids_R)} children, as many as draft tokens, found {widest}")
 
     def start(self, prompts: list[list[int]], pending: list[int], features: Features, capacity: int) -> None:
         self.scorer.start(prompts, pending, features, capacity + self.shape.grown)
