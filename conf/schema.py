@@ -196,24 +196,38 @@ class DataCommandConf(TrainConf):
 
 
 @dataclass
-class EvalCommandConf(RunConf):
-    """python -m eval"""
+class CandidateConf(RunConf):
+    """What drafts, for which verifier, and how."""
 
     run: str | None = None  # a run folder, a head folder, or a published EAGLE-1 or EAGLE-3 checkpoint
-    draft: str | None = None  # instead of a run: any smaller model of the verifier's tokenizer
+    # instead of a run: any smaller model of the verifier's tokenizer, or "prompt_lookup", "lookahead", "none"
+    draft: str | None = None
     # null: as in the run's config.yaml; without one, the verifier that the head names
     verifier_source: str | None = None
     verifier_device: str | None = None
     verifier_revision: str | None = None
     verifier_trust_remote_code: bool | None = None
+    temperature: float | None = None  # short for decode.temperature
+    decode: DecodeConf = field(default_factory=DecodeConf)
+
+
+@dataclass
+class EvalCommandConf(CandidateConf):
+    """python -m eval"""
+
     prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
     limit: int | None = 20  # prompts per suite, evenly spaced; null: all
     replay: bool = False  # acceptance alone, on the verifier's recorded greedy text: many heads cost one verifier run
-    temperature: float | None = None  # short for decode.temperature
     plots: bool = True
     report: bool = True
     out: str | None = None  # null: a new eval-TIME in the run folder
-    decode: DecodeConf = field(default_factory=DecodeConf)
+
+
+@dataclass
+class StreamCommandConf(CandidateConf):
+    """python -m eval.stream"""
+
+    prompt: str | None = None  # null: standard input
 
 
 @dataclass
@@ -275,6 +289,7 @@ COMMANDS = {
     "train": TrainConf,
     "data": DataCommandConf,
     "eval": EvalCommandConf,
+    "stream": StreamCommandConf,
     "report": ReportCommandConf,
     "compare": CompareCommandConf,
     "bench": BenchCommandConf,

@@ -44,14 +44,12 @@ def evaluate_run(cfg) -> Outcome:
 
     Raises UserError for an absent head, another verifier than the head's, or prompts that can't be read.
     """
-    if (cfg.run is None) == (cfg.draft is None):
-        raise UserError("give the run to evaluate: python -m eval run=outputs/NAME/TIME (or draft=MODEL, without one)")
     if cfg.replay and cfg.draft == "lookahead":
         raise UserError("Lookahead reads the verifier's calls, which a replay leaves out: leave replay out")
-    run = Path(cfg.run or cfg.draft).expanduser()
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)
     settings = replace(settings, replay=cfg.replay)
-    verifier, candidate = load_candidate(cfg, run)
+    verifier, candidate = load_candidate(cfg)
+    run = Path(cfg.run or cfg.draft).expanduser()
     report = measure(verifier, candidate, settings, load_prompts(verifier, cfg.prompts, cfg.limit))
     folder = Path(cfg.out) if cfg.out else fresh_folder(run if cfg.run else Path("outputs") / "draft")
     alpha = report.write(folder / "alpha.json")
@@ -76,8 +74,14 @@ class Candidate:
     hash: str | None
 
 
-def load_candidate(cfg, run: Path) -> tuple[Verifier, Candidate]:
-    """The verifier and what drafts for it: a run's head, a published one, or with `draft` any smaller model."""
+def load_candidate(cfg) -> tuple[Verifier, Candidate]:
+    """The verifier and what drafts for it: a run's head, a published one, or with `draft` any smaller model.
+
+    cfg: conf.schema.CandidateConf.
+    """
+    if (cfg.run is None) == (cfg.draft is None):
+        raise UserError("give the run to evaluate: run=outputs/NAME/TIME (or draft=MODEL, without one)")
+    run = Path(cfg.run or cfg.draft).expanduser()
     given = {name: getattr(cfg, f"verifier_{name}") for name in ("source", "device", "revision", "trust_remote_code")}
     if cfg.run and not is_published(run):
         verifier = load_verifier(run, read_head(run), cfg.decode.dtype, given)

@@ -221,6 +221,16 @@ def test_packed_linear_equals_the_plain_one(rows, shape):
     assert layer.state_dict().keys() == plain.state_dict().keys() and layer.weight is plain.weight
 
 
+@pytest.mark.skipif(not packed.native_bfloat16(), reason="packs bfloat16 where the CPU multiplies it")
+@pytest.mark.parametrize("rows", [1, 2, 17])
+def test_packed_bfloat16_is_as_near_as_bfloat16_comes(rows):
+    plain = torch.nn.Linear(64, 96).bfloat16().requires_grad_(False)
+    x = torch.randn(rows, 64).bfloat16()
+    exact = plain.weight.double() @ x.double().T
+    exact = exact.T + plain.bias.double()
+    torch.testing.assert_close(packed.PackedLinear(plain)(x).double(), exact, rtol=2**-7, atol=2**-7)
+
+
 def test_models_too_large_to_hold_twice_are_not_packed(monkeypatch):
     monkeypatch.setattr(packed, "MAX_BYTES", 1000)
     assert packed.pack_linears(tiny_model()) == 0
