@@ -4,7 +4,7 @@
 weight can be packed once instead. Measured with SmolLM2's layers in float32, weights cold, on one AVX2 thread
 (ms per forward without the LM head, F.linear / packed): 1 row 37/40, 6 rows 73/52, 16 rows 105/104, 64 rows 266/255;
 the LM head alone: 11/11, 28/15, 41/23, 89/57. In bfloat16 on a CPU that multiplies it, packed is faster for one row too
-(the LM head on two AMX threads: 1.95/1.24, and 2.19/1.29 for 17 rows). Fusing q/k/v and gate/up gained nothing beyond that.
+(the LM head on two AMX threads: 1.95/1.24, and 2.19/1.29 for 17 rows). Fusing q/k/v and gate/up gained nothing more.
 """
 
 from __future__ import annotations
