@@ -257,7 +257,8 @@ def predicted_speedup(counts: Counts, times: Times | None, drafter: Drafter) -> 
 def shape_name(drafter: Drafter, settings: EvalSettings) -> str:
     """chain, or tree; with how it was drafted where the verifier samples."""
     name = "chain" if drafter.depth == drafter.nodes else "tree"
-    return name if settings.sampling.greedy or not settings.points else f"{name} of best tokens"
+    points = settings.points or getattr(drafter, "points", False)  # EAGLE-2's tree takes the best in any case
+    return name if settings.sampling.greedy or not points else f"{name} of best tokens"
 
 
 def _by_category(runs: Sequence[PromptRun]) -> dict[str, dict]:

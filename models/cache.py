@@ -84,14 +84,19 @@ class KVCache(Cache):
     def _stores(self) -> list[Tensor]:
         return [t for t in (*self.keys, *self.values) if t is not None]
 
+    def _indices(self, moves: list[tuple[int, ...]]) -> list[Tensor]:
+        """The columns of these rows of numbers, on the cache's device."""
+        device = next((t.device for t in self._stores()), None)
+        return [torch.tensor(column, device=device) for column in zip(*moves, strict=True)]
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Row i becomes old row rows[i]; the others leave the batch. Only rows that move are copied."""
         assert len(set(rows)) == len(rows), "a row can be kept once"
         moved = [(i, r) for i, r in enumerate(rows) if i != r]
         if moved:
             longest = max(self.length_B[r] for _, r in moved)
+            target, source = self._indices(moved)
             for store in self._stores():
-                target, source = (torch.tensor(x, device=store.device) for x in zip(*moved, strict=True))
                 store[target, :, :longest] = store[source, :, :longest]
         self.length_B = [self.length_B[r] for r in rows]
 
@@ -121,7 +126,7 @@ class KVCache(Cache):
             assert not nodes or base + nodes[-1] < self.length_B[b], "more nodes than the last decode counted"
             moves += [(b, base + i, base + n) for i, n in enumerate(nodes) if i != n]
         if moves:
+            row, target, source = self._indices(moves)
             for store in self._stores():
-                row, target, source = (torch.tensor(x, device=store.device) for x in zip(*moves, strict=True))
                 store[row, :, target] = store[row, :, source]
         self.length_B = [base + len(nodes) for base, nodes in zip(self.base_B, nodes_B, strict=True)]

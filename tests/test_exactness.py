@@ -12,7 +12,7 @@ from stub_model import FIRST, LENGTH, StubVerifier, V, stub_drafter
 import eval.speculative.grow as grow
 import eval.speculative.loop as loop
 from eval.speculative.acceptance import Accepted, DraftLaw, accept_sampled, draw
-from eval.speculative.copying import NoDraft, PromptLookup
+from eval.speculative.copying import Lookahead, NoDraft, PromptLookup
 from eval.speculative.loop import decode_batch
 from eval.speculative.processors import Sampling, to_law
 from eval.speculative.shapes import FixedTree, GrowingShape
@@ -91,19 +91,32 @@ def test_texts_follow_the_verifiers_law_exactly(name):
     assert p_value(name, 1500) > 0.01
 
 
-@pytest.mark.parametrize("drafter", [NoDraft(), PromptLookup(2)], ids=["none", "prompt lookup"])
-def test_drafts_without_a_model_follow_it_too(drafter):
+@pytest.mark.parametrize("sampling", [WARM, Sampling(1.4, top_p=0.8)], ids=["warm", "top-p"])
+@pytest.mark.parametrize("drafter", [NoDraft(), PromptLookup(2), Lookahead(3, 3, 3)], ids=lambda drafter: drafter.name)
+def test_drafts_without_a_model_follow_it_too(drafter, sampling):
     verifier = StubVerifier()
-    assert chi_square(joint_counts(verifier, drafter, WARM, 1500), joint_law(verifier, WARM)) > 0.01
+    assert chi_square(joint_counts(verifier, drafter, sampling, 1500), joint_law(verifier, sampling)) > 0.01
+
+
+@pytest.mark.parametrize("name", ["chain of 3", "tree [2,2,2]"])
+def test_every_depth_is_rejected_and_the_bonus_drawn(name):
+    shape, sampling, options = EXACT[name]
+    batch = {"max_new_tokens": 5, "sampling": sampling}
+    texts = decode_batch(StubVerifier(), stub_drafter(shape, sampling, **options), [[FIRST]] * 300, **batch)
+    ends = {(call.accepted, call.tested) for text in texts for call in text.rounds}
+    assert ends == {(0, 1), (1, 2), (2, 3), (3, 3)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_the_test_is_calibrated(name):
-    """Over 200 seeds p < 0.05 comes 2 to 20 times: 99.7 % of Binomial(200, 0.05)."""
+    """Over 200 seeds p < 0.05 comes 1 to 25 times.
+
+    Texts drawn from the law itself give 5.6 % at this size, and one of 21 tests leaves that range in a thousand runs.
+    """
     alarms = sum(p_value(name, 400, seed=10_000 * (1 + i)) < 0.05 for i in range(200))
     print(f"{name}: {alarms} of 200 below 0.05")
-    assert 2 <= alarms <= 20
+    assert 1 <= alarms <= 25
 
 
 # --- the test has power ---------------------------------------------------------------------------------------

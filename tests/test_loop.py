@@ -1,11 +1,13 @@
 """The loop: greedy identity, cache lengths, what ends a text and what is counted. (Laws: test_exactness.)"""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from stub_model import FIRST, Oracle, StubVerifier, V, stub_drafter
 
 from eval.speculative.copying import NoDraft, PromptLookup
-from eval.speculative.loop import decode_batch, plain_decode, speculate, speculative_decode
+from eval.speculative.loop import _features, decode_batch, plain_decode, speculate, speculative_decode
 from eval.speculative.processors import Sampling
 from eval.speculative.scorers import drafter_for
 from eval.speculative.shapes import FixedTree, GrowingShape
@@ -140,3 +142,11 @@ def test_a_leaf_on_the_accepted_path_is_no_miss():
     text = speculative_decode(verifier, drafter, [FIRST], max_new_tokens=60, sampling=warm)
     kinds = {(r.accepted, r.tested) for r in text.rounds}
     assert kinds <= {(0, 1), (1, 1), (1, 2), (2, 2)} and (1, 1) in kinds
+
+
+def test_states_of_the_accepted_rows_also_where_one_sequence_accepted_them_all():
+    states = torch.arange(6.0).view(2, 3, 1)
+    decoded = SimpleNamespace(last_BTD=states, aux_BTAD=states[..., None])
+    assert _features(decoded, [[0, 1, 2], [0, 2]]).last_BTD[1, :2, 0].tolist() == [3, 5]
+    assert _features(decoded, [[0, 1, 2], [0, 1]]).last_BTD[1, :2, 0].tolist() == [3, 4]
+    assert _features(decoded, [[0], [0, 2]]).aux_BTAD[1, :, 0, 0].tolist() == [3, 5]

@@ -20,10 +20,11 @@ from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.objectives import Objective
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
-from toy_head import ttt_loss
+from toy_head import make_head, ttt_loss
 from train.callbacks import Bar, KeepLast, Validate, free_running, graceful, summary, time_left
 from train.fit import MetricsFile, fit, strategy
 from train.module import HeadModule, StepSettings, batch_seed, check_same
+from train.optim import build_optimizer
 from train.schedule import Limits
 
 CPU = TrainerConf(accelerator="cpu", devices=1, precision="32-true")
@@ -104,6 +105,15 @@ def test_a_frozen_lm_head_stays_as_it_starts(verifier, name):
     fit(module, CPU, [])
     changed = {key for key, value in parameters(module).items() if not torch.equal(value, before[key])}
     assert changed == set(before) - {"lm_head.weight"}
+
+
+def test_muon_leaves_the_maps_into_and_out_of_the_layer_to_adamw():
+    head = make_head(survival=True)
+    groups = build_optimizer(head, OptimConf(name="muon")).param_groups
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
+    muon, adamw = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert {"fc.weight", "lm_head.weight", "survival.weight", "survival.bias"} < adamw
+    assert muon and all("_proj." in name for name in muon)
 
 
 def test_checkpoint_holds_the_head_and_nothing_else(verifier, tmp_path):

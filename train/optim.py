@@ -11,6 +11,7 @@ from conf.errors import UserError
 from conf.schema import OptimConf
 from models.packed import native_bfloat16
 
+MAPS = ("fc.", "lm_head.", "survival.")  # into the layer and out of it: Muon's authors leave those to AdamW
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the usual quintic: slope at zero as steep as it goes
 
 
@@ -21,8 +22,7 @@ def build_optimizer(head: nn.Module, cfg: OptimConf) -> torch.optim.Optimizer:
     if cfg.name == "adamw":
         optimizer = torch.optim.AdamW(named.values(), lr=cfg.lr, **adamw)
     elif cfg.name == "muon":
-        # fc and the LM head stand for input and output maps, which Muon's authors leave to AdamW.
-        inside = {name for name, p in named.items() if p.dim() == 2 and not name.startswith(("fc.", "lm_head."))}
+        inside = {name for name, p in named.items() if p.dim() == 2 and not name.startswith(MAPS)}
         matrices = [p for name, p in named.items() if name in inside]
         rest = [p for name, p in named.items() if name not in inside]
         optimizer = Together(

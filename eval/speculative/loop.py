@@ -183,7 +183,8 @@ def speculate(
 def _features(decoded, rows_BA: Sequence[Sequence[int]]) -> Features:
     """States of these rows of each sequence."""
     row_BA = pad(rows_BA, decoded.last_BTD.device)
-    if row_BA.shape[1] == decoded.last_BTD.shape[1]:
+    in_place = all(list(rows) == list(range(len(rows))) for rows in rows_BA)
+    if in_place and row_BA.shape[1] == decoded.last_BTD.shape[1]:
         return Features(decoded.aux_BTAD, decoded.last_BTD)
     index_B1 = torch.arange(len(row_BA), device=row_BA.device)[:, None]
     return Features(decoded.aux_BTAD[index_B1, row_BA], decoded.last_BTD[index_B1, row_BA])
