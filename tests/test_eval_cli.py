@@ -121,7 +121,9 @@ def test_trees_of_either_kind(run, tmp_path, command, words, temperature):
                            f"out={tmp_path}/x")  # fmt: skip
     assert code == 0, err
     values = json.loads((tmp_path / "x" / "alpha.json").read_text())
-    assert values["decode"] == "tree" and values["identical_to_baseline"] is (True if temperature == 0 else None)
+    best = temperature > 0 and "decode.branch=3" in words
+    assert values["decode"] == ("tree of best tokens" if best else "tree")
+    assert values["identical_to_baseline"] is (True if temperature == 0 else None)
     assert values["drafted"] == values["nodes"] * values["verify_calls"]
     assert (values["nodes"], values["depth"]) == ((8, 6) if "branch" in words[0] else (3, 2))
 
