@@ -282,7 +282,8 @@ class ExportCommandConf(RunConf):
     format: str = "safeai"
     out: str | None = None
     dtype: str = "float32"
-    embedding: bool = False  # also write the verifier's embedding (needs the verifier)
+    embedding: bool = False  # also write the verifier's embedding, where the format can do without
+    verifier: str | None = None  # where the head's verifier lies now; null: the name that the head keeps of it
 
 
 COMMANDS = {

@@ -34,8 +34,9 @@ def stream(cfg) -> Outcome:
     if cfg.decode.batch != 1:
         raise UserError(f"a stream is one answer: expected decode.batch=1, found {cfg.decode.batch}")
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)
+    messages = [{"role": "user", "content": asked(cfg.prompt)}]
     verifier, candidate = load_candidate(cfg)
-    ids = render(verifier.tokenizer, [{"role": "user", "content": asked(cfg.prompt)}], add_generation_prompt=True)
+    ids = render(verifier.tokenizer, messages, add_generation_prompt=True)
     room = verifier.head_geometry["max_position_embeddings"] - settings.room
     if len(ids) > room:
         raise UserError(f"expected a prompt of at most {room} tokens, found {len(ids)}: lower decode.max_new_tokens")
@@ -75,15 +76,15 @@ def asked(prompt: str | None) -> str:
     return prompt.strip()
 
 
-def as_kept(
-    calls: Iterable[Round], eos_ids: tuple[int, ...], max_new_tokens: int
-) -> Iterator[tuple[Round, list[int]]]:
+def as_kept(calls: Iterable[Round], eos_ids: tuple[int, ...], max_new_tokens: int) -> Iterator[tuple[Round, list[int]]]:
     """Each round of one sequence with those of its tokens that the text keeps."""
     left = max_new_tokens
     for call in calls:
-        kept, _ = cut(list(call.emitted), eos_ids, left)
+        kept, finish = cut(list(call.emitted), eos_ids, left)
         left -= len(kept)
         yield call, kept
+        if finish == "stop" or not left:
+            return
 
 
 def pieces(tokenizer, before: Sequence[int], new: Sequence[int], drafted: int) -> Iterator[tuple[str, bool]]:

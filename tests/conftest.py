@@ -1,6 +1,7 @@
 """One quiet, offline, single-threaded setting for every test; caches go to a temporary folder."""
 
 import os
+import sys
 import tempfile
 
 # Before torch, transformers and wandb are imported, and inherited by the commands that tests start.
@@ -27,6 +28,27 @@ torch.set_num_threads(1)
 def _seeded():
     """Each test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command in this process: command(name, function, *words) -> (exit code, standard output, standard error).
+
+    name: as conf.schema.COMMANDS has it. Both outputs come without the white space around them.
+    """
+    from conf.cli import main
+
+    def call(name: str, function, *words: str):
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        code = 0
+        try:
+            main(name)(function)()
+        except SystemExit as end:
+            code = end.code
+        out = capsys.readouterr()
+        return code, out.out.strip(), out.err.strip()
+
+    return call
 
 
 def pytest_unconfigure():

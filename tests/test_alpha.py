@@ -279,13 +279,6 @@ def test_a_tree_in_batches_is_counted_along_the_accepted_path(verifier, head):
         assert getattr(report, name) == getattr(alone, name)
 
 
-@pytest.mark.parametrize("temperature, name", [(1.0, "tree of best tokens"), (0.0, "tree")])
-def test_a_grown_tree_is_named_by_how_it_drafts(verifier, head, temperature, name):
-    settings = settings_of(DecodeConf(mode="tree", depth=2, max_new_tokens=4), seed=0, temperature=temperature)
-    drafter = drafter_for(head, settings.shape, settings.sampling)
-    assert evaluate(verifier, lambda: drafter, PROMPTS[:1], settings, progress=False).decode == name
-
-
 # --- prompts --------------------------------------------------------------------------------------------------
 
 

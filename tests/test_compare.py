@@ -1,11 +1,10 @@
 """Runs side by side: paired differences, pooled seeds, and runs that are no pair."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 
-from conf.cli import main
 from eval.compare import compare, counts_of, mean
 from eval.counts import Counts, bootstrap_tau, paired_bootstrap
 
@@ -66,21 +65,9 @@ def written(folder, rows: list[dict], **changes) -> str:
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Runs the command; returns (exit code, standard output, standard error)."""
+def call(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-
-    def run(*words: str):
-        monkeypatch.setattr(sys, "argv", ["compare", *words])
-        code = 0
-        try:
-            main("compare")(compare)()
-        except SystemExit as end:
-            code = end.code
-        out = capsys.readouterr()
-        return code, out.out.strip(), out.err.strip()
-
-    return run
+    return partial(command, "compare", compare)
 
 
 def test_two_runs_and_their_difference(call, tmp_path):

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from conf.cli import main
 from eval.command import evaluate_run, load_verifier
 from eval.compare import compare
 from eval.theory import run as theory
@@ -21,23 +20,6 @@ from tiny import tiny_model, tiny_tokenizer
 
 def shell(module: str, *words: str):
     return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs an entry point in this process; returns (exit code, standard output, standard error)."""
-
-    def call(name: str, function, *words: str):
-        monkeypatch.setattr(sys, "argv", [name, *words])
-        code = 0
-        try:
-            main(name)(function)()
-        except SystemExit as end:
-            code = end.code
-        out = capsys.readouterr()
-        return code, out.out.strip(), out.err.strip()
-
-    return call
 
 
 def save_verifier(folder, seed: int):

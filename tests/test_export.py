@@ -65,7 +65,7 @@ def test_round_trips_give_the_same_logits(verifier, tmp_path, switches, full):
 
 def test_names_and_maps_are_what_engines_read(verifier, tmp_path):
     stored = StoredHead.of(make_head(verifier), verifier)
-    safeai.write(stored, tmp_path, embedding_VD=verifier.embedding_VD)
+    safeai.write(stored, tmp_path, verifier=verifier)
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == NAMES | {"d2t", "t2d", "embed_tokens.weight"}
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
@@ -155,13 +155,15 @@ def test_another_computation_is_refused(verifier, tmp_path, switch):
 def test_a_shipped_embedding_must_be_the_verifiers(verifier, tmp_path, caplog):
     own = verifier.embedding_VD
     stored = StoredHead.of(make_head(verifier), verifier)
-    for dtype in (torch.float32, torch.bfloat16):
-        safeai.write(stored, tmp_path, dtype, own)
+    for dtype in (torch.bfloat16, torch.float32):
+        safeai.write(stored, tmp_path, dtype, verifier)
         safeai.read(tmp_path, embedding_VD=own)
     with caplog.at_level("INFO", logger="models.export.folder"):
         safeai.read(tmp_path)
     assert "was not compared" in caplog.text
-    safeai.write(stored, tmp_path, embedding_VD=own + 1e-3 * (torch.arange(300) == 299)[:, None])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embed_tokens.weight"] += 1e-3 * (torch.arange(300) == 299)[:, None]
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="ships an embedding of its own"):
         safeai.read(tmp_path, embedding_VD=own)
     with pytest.raises(UserError, match="embedding of shape"):
@@ -214,6 +216,29 @@ def test_a_head_of_another_verifier_is_refused(verifier, tmp_path):
     moved = tiny_verifier("llama", layers=8, hidden=32, vocab=300, aux_layers=(1, 3, 6))
     with pytest.raises(UserError, match="reads layers"):
         load_head(tmp_path, moved)
+
+
+def test_an_export_is_bound_to_its_verifier_its_map_and_its_layers(verifier, tmp_path):
+    """Both sides are named; engines read past these notes, we don't."""
+    other = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=1)
+    stored = StoredHead.of(make_head(verifier), verifier)
+    with pytest.raises(UserError, match=f"{verifier.weights_hash[:12]}.*{other.weights_hash[:12]}"):
+        safeai.write(stored, tmp_path / "other", verifier=other)  # would ship another embedding
+    safeai.write(stored, tmp_path)
+    with pytest.raises(UserError, match=f"{verifier.weights_hash[:12]}.*{other.weights_hash[:12]}"):
+        safeai.read(tmp_path, VerifierCard.of(other))
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["eyrie"]["aux_layers"] == [2, 4, 5] and values["eyrie"]["vocab_hash"] == stored.vocab.hash
+    moved = values | {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}
+    (tmp_path / "config.json").write_text(json.dumps(moved))
+    with pytest.raises(UserError, match=r"captured layers \[2, 4, 5\], found \[1, 4, 5\]"):
+        safeai.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    swapped = StoredHead.of(make_head(verifier, torch.arange(100)), verifier)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"d2t": swapped.vocab.d2t, "t2d": swapped.vocab.t2d}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"map {stored.vocab.hash[:12]}, found {swapped.vocab.hash[:12]}"):
+        safeai.read(tmp_path)
 
 
 def test_a_swapped_vocabulary_and_a_damaged_file_are_refused(verifier, tmp_path):

@@ -1,11 +1,10 @@
 """Plots and the page: made from a run folder's files alone, self-contained, whole."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 
-from conf.cli import main
 from conf.errors import UserError
 from eval.alpha import DEFINITIONS, times_to_dict
 from eval.counts import wilson
@@ -108,17 +107,8 @@ def test_a_folder_without_numbers_is_the_users_error(tmp_path):
         write_report(tmp_path)
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["report", *words])
-        code = 0
-        try:
-            main("report")(report)()
-        except SystemExit as end:
-            code = end.code
-        out = capsys.readouterr()
-        return code, out.out.strip(), out.err.strip()
-
+def test_the_command(tmp_path, command, monkeypatch):
+    call = partial(command, "report", report)
     a, b = run_folder(tmp_path / "a"), run_folder(tmp_path / "b")
     monkeypatch.chdir(tmp_path)
     assert call(f"runs=[{a},{b}]", f"out={tmp_path}/c.html")[:2] == (0, f"{tmp_path}/c.html")

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from conf.cli import main
 from eval.speculative.loop import Round, plain_decode
 from eval.speculative.processors import Sampling
 from eval.stream import as_kept, pieces, stream
@@ -24,24 +23,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, folder):
+def answer(command, monkeypatch, folder):
     def call(*words: str, typed: str = ""):
-        monkeypatch.setattr(sys, "argv", ["eval.stream", f"verifier_source={folder}", *words])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        code = 0
-        try:
-            main("stream")(stream)()
-        except SystemExit as end:
-            code = end.code
-        out = capsys.readouterr()
-        return code, out.out.strip(), out.err.strip()
+        return command("stream", stream, f"verifier_source={folder}", *words)
 
     return call
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "lookahead", "none"])
-def test_what_streams_is_the_verifiers_text(command, folder, drafter):
-    code, out, _ = command(f"draft={drafter}", "decode.max_new_tokens=20", "json=true", "prompt=one two one two")
+def test_what_streams_is_the_verifiers_text(answer, folder, drafter):
+    code, out, _ = answer(f"draft={drafter}", "decode.max_new_tokens=20", "json=true", "prompt=one two one two")
     assert code == 0
     values = json.loads(out.splitlines()[-1])
     verifier = Verifier.load(str(folder), dtype="float32", device="cpu", aux_layers=[])
@@ -56,30 +48,36 @@ def test_what_streams_is_the_verifiers_text(command, folder, drafter):
     assert values["tau"] == pytest.approx(1 + sum(r["accepted"] for r in tested) / len(tested))
 
 
-def test_the_prompt_may_come_on_standard_input(command):
+def test_the_prompt_may_come_on_standard_input(answer):
     words = ("draft=none", "decode.max_new_tokens=8")
-    code, typed, _ = command(*words, typed="Hello, you = (me)\n")
+    code, typed, _ = answer(*words, typed="Hello, you = (me)\n")
     assert code == 0 and "7 verify calls" in typed
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["draft=none"], "expected a prompt, found none"),
         (["draft=none", "prompt=a", "decode.batch=2"], "expected decode.batch=1, found 2"),
         (["prompt=a"], "give the run to evaluate"),
         (["draft=none", "prompt=a", "decode.max_new_tokens=100000"], "lower decode.max_new_tokens"),
     ],
 )
-def test_a_mistake_is_one_line(command, words, message):
-    code, _, err = command(*words)
+def test_a_mistake_is_one_line(answer, words, message):
+    code, _, err = answer(*words)
     assert code == 2 and message in err and err.count("\n") == 0
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(answer, monkeypatch):
+    monkeypatch.setattr("eval.stream.load_candidate", None)
+    code, _, err = answer("draft=none", typed="  \n")
+    assert code == 2 and "expected a prompt, found none" in err
 
 
 def test_a_text_ends_where_it_was_cut():
     calls = [Round((), 0, 0, (5,), prefill=True), Round((6, 7), 2, 2, (6, 7, 8), 2), Round((1,), 1, 0, (9,), 1)]
-    assert [kept for _, kept in as_kept(calls, (7,), 10)][:2] == [[5], [6, 7]]
-    assert [kept for _, kept in as_kept(calls, (99,), 3)][:2] == [[5], [6, 7]]
+    assert [kept for _, kept in as_kept(calls, (7,), 10)] == [[5], [6, 7]]
+    assert [kept for _, kept in as_kept(calls, (99,), 3)] == [[5], [6, 7]]
+    assert [kept for _, kept in as_kept(calls, (99,), 10)] == [[5], [6, 7, 8], [9]]
 
 
 def test_a_character_of_several_tokens_comes_with_its_last():

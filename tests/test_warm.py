@@ -253,14 +253,20 @@ def test_a_resumed_start_is_what_its_checkpoint_says(verifiers, tmp_path):
 def test_mismatches_are_named(verifiers, tmp_path):
     verifier = verifiers["eagle3"]
     safeai.write(StoredHead.of(make_head("eagle3", verifier), verifier), tmp_path)
+    moved, wider = (tiny_verifier(hidden=32, vocab=300, aux_layers=[3, 5, 6]), tiny_verifier(hidden=64, vocab=300))
+    with pytest.raises(UserError, match=r"reads layers \[2, 4, 5\].*captures \[3, 5, 6\]"):
+        read_any(tmp_path, moved)
+    with pytest.raises(UserError, match=f"{verifier.weights_hash[:12]}.*{wider.weights_hash[:12]}"):
+        read_any(tmp_path, wider)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["eyrie"]  # a head from elsewhere: sizes are all that tells
+    (tmp_path / "config.json").write_text(json.dumps(values))
     for other, message in (
-        (tiny_verifier(hidden=32, vocab=300, aux_layers=[3, 5, 6]), r"reads layers \[2, 4, 5\].*captures \[3, 5, 6\]"),
-        (tiny_verifier(hidden=64, vocab=300), "hidden_size 32.*64"),
+        (wider, "hidden_size 32.*64"),
         (tiny_verifier(hidden=32, vocab=400), "vocab_size 300.*400"),
     ):
         with pytest.raises(UserError, match=message):
             read_any(tmp_path, other)
-    values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"norm_before_residual": True}))
     with pytest.raises(UserError, match="norm_before_residual false"):
         read_any(tmp_path, verifier)

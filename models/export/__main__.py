@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.schema import ExportCommandConf
-from models.export.formats import names, write_export
+from models.export.formats import format_of, names, write_export
 from models.export.native import head_folder, read_head
 from models.loading import FILE_DTYPES
+from models.verifier import Verifier
 
 
 @main("export")
@@ -24,22 +23,12 @@ def export(cfg: ExportCommandConf) -> Outcome:
     if cfg.dtype not in FILE_DTYPES:
         raise UserError(f"no dtype '{cfg.dtype}'; there are: {', '.join(FILE_DTYPES)}")
     stored = read_head(cfg.run)
-    embedding_VD = _embedding(stored.verifier) if cfg.embedding else None
+    verifier = None
+    if cfg.embedding or format_of(stored, cfg.format).needs_verifier:
+        verifier = Verifier.load(cfg.verifier or stored.verifier.name, dtype="float32", device="cpu", aux_layers=[])
     out = Path(cfg.out) if cfg.out else head_folder(cfg.run).parent / f"export-{cfg.format}"
-    write_export(stored, out, cfg.format, FILE_DTYPES[cfg.dtype], embedding_VD)
+    write_export(stored, out, cfg.format, FILE_DTYPES[cfg.dtype], verifier)
     return Outcome(out, {"format": cfg.format, "dtype": cfg.dtype, "verifier": stored.verifier.name})
-
-
-def _embedding(card) -> torch.Tensor:
-    from models.verifier import Verifier
-
-    verifier = Verifier.load(card.name, dtype="float32")
-    if verifier.weights_hash != card.weights_hash:
-        raise UserError(
-            f"the head's verifier has weights {card.weights_hash[:12]}, {card.name} here has "
-            f"{verifier.weights_hash[:12]}; its embedding would be the wrong one"
-        )
-    return verifier.embedding_VD
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from torch import Tensor
 from conf.errors import UserError
 from models.export.folder import (
     EMBEDDING,
+    NOTES,
     Shapes,
+    bind,
     card_of,
     check_embedding,
     check_tensors,
@@ -26,6 +28,7 @@ from models.export.folder import (
 )
 from models.export.native import StoredHead, VerifierCard
 from models.heads.eagle1 import Eagle1Config
+from models.verifier import Verifier
 from models.vocab import DraftVocab
 
 
@@ -37,22 +40,22 @@ def expected_shapes(config: Eagle1Config) -> Shapes:
 
 
 def write_vllm(
-    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, embedding_VD: Tensor | None = None
+    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, verifier: Verifier | None = None
 ) -> Path:
     """For vLLM, and what the authors publish: no biases. UserError for a head that has some."""
     _portable(stored, fc_bias=False)
-    tensors = head_tensors(stored, dtype, embedding_VD)
+    tensors = head_tensors(stored, dtype, verifier)
     tensors.pop("fc.bias", None)  # zero
     values = {"architectures": ["LlamaForCausalLM"], **llama_values(stored, dtype)}
     return _write(out, tensors, stored, values, fc_bias=False)
 
 
 def write_sglang(
-    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, embedding_VD: Tensor | None = None
+    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, verifier: Verifier | None = None
 ) -> Path:
     """For SGLang: fc has a bias, zero when the head has none."""
     _portable(stored, fc_bias=True)
-    tensors = head_tensors(stored, dtype, embedding_VD)
+    tensors = head_tensors(stored, dtype, verifier)
     tensors.setdefault("fc.bias", torch.zeros(stored.config.hidden_size, dtype=dtype))
     values = {"architectures": ["LlamaForCausalLMEagle"], **llama_values(stored, dtype), "bias": True}
     return _write(out, tensors, stored, values, fc_bias=True)
@@ -79,8 +82,9 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     if EMBEDDING in tensors:
         check_embedding(tensors[EMBEDDING], embedding_VD, folder)
     weights = {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
-    training = values.get("eyrie", {}).get("training", {})
-    return StoredHead(config, DraftVocab.identity(config.vocab_size), weights, card, training)
+    notes = values.get(NOTES) or {}
+    vocab = DraftVocab.identity(config.vocab_size)
+    return bind(StoredHead(config, vocab, weights, card, notes.get("training", {})), notes, folder)
 
 
 def _portable(stored: StoredHead, fc_bias: bool) -> None:

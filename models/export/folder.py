@@ -16,13 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError
-from models.export.native import StoredHead, VerifierCard, read_config, read_tensors
+from models.export.native import StoredHead, VerifierCard, check_same, read_config, read_tensors
 from models.heads.config import LayerConfig
+from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"
+NOTES = "eyrie"  # the key of config.json that is ours
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -68,14 +70,22 @@ def layer_shapes(config: LayerConfig, layer: str, inputs: int, biases: bool = Fa
     return shapes
 
 
-def head_tensors(stored: StoredHead, dtype: torch.dtype, embedding_VD: Tensor | None) -> dict[str, Tensor]:
-    """The head's weights in `dtype`, with the verifier's embedding when a reader wants its own copy."""
+def head_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | None) -> dict[str, Tensor]:
+    """The head's weights in `dtype`; given the verifier also its embedding, for readers that want their own copy.
+
+    UserError for another verifier than the head's, and for values that are not finite, of which the first is named.
+    """
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in stored.tensors.items()}
     if extra := [name for name in tensors if name.startswith("survival.")]:
         log.info("the survival output is left out of the export: no engine reads it")
         tensors = {name: tensor for name, tensor in tensors.items() if name not in extra}
-    if embedding_VD is not None:
-        tensors[EMBEDDING] = embedding_VD.detach().to("cpu", dtype).contiguous().clone()
+    if verifier is not None:
+        check_same(stored.verifier, VerifierCard.of(verifier))
+        tensors[EMBEDDING] = verifier.embedding_VD.detach().to("cpu", dtype).contiguous().clone()
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            count = int((~tensor.isfinite()).sum())
+            raise UserError(f"{name}: expected finite values in {dtype}, found {count} others: the head is broken")
     return tensors
 
 
@@ -113,8 +123,39 @@ def llama_values(stored: StoredHead, dtype: torch.dtype) -> dict:
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": card.bos_token_id,
         "eos_token_id": card.eos_token_ids[0] if len(card.eos_token_ids) == 1 else list(card.eos_token_ids),
-        "eyrie": {"verifier": asdict(card), "vocab_hash": stored.vocab.hash, "training": stored.training},
+        NOTES: notes_of(stored),
     }
+
+
+def notes_of(stored: StoredHead) -> dict:
+    """What binds an export to its verifier: hashes of weights, tokenizer, template and map, and the captured layers.
+
+    Engines read past it; `bind` holds a reader to it.
+    """
+    return {
+        "verifier": asdict(stored.verifier),
+        "vocab_hash": stored.vocab.hash,
+        "aux_layers": list(stored.config.aux_layers),
+        "training": stored.training,
+    }
+
+
+def bind(stored: StoredHead, notes: dict, place: Path | str) -> StoredHead:
+    """`stored` as it is, where the vocabulary map and the captured layers are those that `notes` were written with.
+
+    Raises UserError naming both sides.
+    """
+    sides = {
+        "vocabulary map": (notes.get("vocab_hash"), stored.vocab.hash),
+        "captured layers": (notes.get("aux_layers"), list(stored.config.aux_layers)),
+    }
+    for what, (written, found) in sides.items():
+        if written is not None and written != found:
+            written, found = (side[:12] if isinstance(side, str) else side for side in (written, found))
+            raise UserError(
+                f"{place}: exported with {what} {written}, found {found}: files of different heads; export again"
+            )
+    return stored
 
 
 def read_folder(folder: Path | str) -> tuple[dict, dict[str, Tensor]]:
@@ -129,10 +170,13 @@ def read_folder(folder: Path | str) -> tuple[dict, dict[str, Tensor]]:
 
 
 def card_of(values: dict, verifier: VerifierCard | None, folder: Path) -> VerifierCard:
-    """The verifier that the folder's head is for: as given, else as our own notes in it say."""
-    notes = values.get("eyrie", {})
-    card = verifier or (VerifierCard.from_dict(notes["verifier"]) if "verifier" in notes else None)
-    if card is None:
+    """The verifier that the folder's head is for: as our own notes in it say, else as given. UserError where both
+    are there and differ, or neither is."""
+    notes = values.get(NOTES) or {}
+    written = VerifierCard.from_dict(notes["verifier"]) if "verifier" in notes else None
+    if written and verifier:
+        check_same(written, verifier)
+    if not (card := written or verifier):
         raise UserError(f"{folder} does not name its verifier; pass the verifier it was trained for")
     return card
 

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from conf.errors import UserError
 from models.export import eagle1, safeai
 from models.export.native import StoredHead
+from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
 
-FORMATS = {
-    "eagle3": {"safeai": safeai.write, "vllm": safeai.write, "sglang": safeai.write},
-    "eagle1": {"safeai": eagle1.write_vllm, "vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
+
+@dataclass(frozen=True)
+class Format:
+    """write(stored, out, dtype, verifier) -> out.  needs_verifier: for its embedding or its tokenizer."""
+
+    write: Callable[[StoredHead, Path, torch.dtype, Verifier | None], Path]
+    needs_verifier: bool = False
+
+
+FORMATS: dict[str, dict[str, Format]] = {
+    "eagle3": {name: Format(safeai.write) for name in ("safeai", "vllm", "sglang")},
+    "eagle1": {
+        "safeai": Format(eagle1.write_vllm),
+        "vllm": Format(eagle1.write_vllm),
+        "sglang": Format(eagle1.write_sglang),
+    },
 }
 
 
@@ -30,14 +45,22 @@ def write_export(
     out: Path,
     name: str = "safeai",
     dtype: torch.dtype = torch.float32,
-    embedding_VD: Tensor | None = None,
+    verifier: Verifier | None = None,
 ) -> Path:
-    """Writes the folder and returns it. Raises UserError when this kind of head has no such layout."""
+    """Writes the folder and returns it. Raises UserError when this kind of head has no such layout.
+
+    verifier: the head's; its embedding is written as well, also where the layout can do without.
+    """
+    return format_of(stored, name).write(stored, out, dtype, verifier)
+
+
+def format_of(stored: StoredHead, name: str) -> Format:
+    """The layout of that name for this kind of head; UserError when there is none."""
     formats = FORMATS.get(stored.config.kind, {})
     if name not in formats:
-        there = f"there are: {', '.join(formats)}" if formats else "there are none for it yet"
+        there = f"there are: {', '.join(formats)}" if formats else "no engine that we know loads one"
         raise UserError(f"no format '{name}' for {stored.config.kind} heads; {there}")
-    return formats[name](stored, out, dtype, embedding_VD)
+    return formats[name]
 
 
 def exported(stored: StoredHead, out: Path) -> Path | None:

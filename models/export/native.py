@@ -32,6 +32,7 @@ class VerifierCard:
     num_layers: int
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    architecture: str | None = None  # the model's class in transformers; None in heads written before it was kept
 
     @classmethod
     def of(cls, verifier) -> VerifierCard:
@@ -44,6 +45,7 @@ class VerifierCard:
             num_layers=verifier.num_layers,
             bos_token_id=getattr(verifier.config, "bos_token_id", None),
             eos_token_ids=tuple(verifier.eos_ids),
+            architecture=type(verifier.model).__name__,
         )
 
     @classmethod
@@ -168,9 +170,8 @@ def attach(stored: StoredHead, verifier, dtype: torch.dtype | None = None) -> nn
     return head.to(verifier.device).eval()
 
 
-def check_verifier(stored: StoredHead, verifier) -> None:
-    """UserError when weights, tokenizer, chat template, captured layers or sizes differ from training."""
-    trained, found = stored.verifier, VerifierCard.of(verifier)
+def check_same(trained: VerifierCard, found: VerifierCard) -> None:
+    """UserError when weights, tokenizer or chat template differ."""
     for what in ("weights_hash", "tokenizer_hash", "template_hash"):
         old, new = getattr(trained, what), getattr(found, what)
         if old != new:
@@ -178,6 +179,11 @@ def check_verifier(stored: StoredHead, verifier) -> None:
                 f"the head was trained for {trained.name} ({what} {old[:12]}), this is {found.name} ({what} "
                 f"{new[:12]}): give the verifier it was trained for, or train a head for this one"
             )
+
+
+def check_verifier(stored: StoredHead, verifier) -> None:
+    """UserError when weights, tokenizer, chat template or captured layers differ from training."""
+    check_same(stored.verifier, VerifierCard.of(verifier))
     if stored.config.aux_layers and tuple(verifier.aux_layers) != stored.config.aux_layers:
         raise UserError(
             f"the head reads layers {list(stored.config.aux_layers)}, the verifier captures "

@@ -15,7 +15,9 @@ from conf.errors import UserError
 from models.export.folder import (
     CONFIG,
     EMBEDDING,
+    NOTES,
     Shapes,
+    bind,
     card_of,
     check_embedding,
     check_tensors,
@@ -29,6 +31,7 @@ from models.export.folder import (
 from models.export.native import StoredHead, VerifierCard
 from models.heads.eagle3 import Eagle3Config
 from models.introspect import default_layers
+from models.verifier import Verifier
 from models.vocab import DraftVocab
 
 log = logging.getLogger(__name__)
@@ -64,10 +67,10 @@ def check(tensors: dict[str, Tensor], config: Eagle3Config, place: str) -> None:
 
 
 def write(
-    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, embedding_VD: Tensor | None = None
+    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, verifier: Verifier | None = None
 ) -> Path:
-    """Write the folder and return it. embedding_VD: the verifier's, when a reader wants its own copy."""
-    tensors = head_tensors(stored, dtype, embedding_VD)
+    """Write the folder and return it. verifier: its embedding is written as well."""
+    tensors = head_tensors(stored, dtype, verifier)
     if not stored.vocab.is_identity:
         tensors |= {"d2t": stored.vocab.d2t.clone(), "t2d": stored.vocab.t2d.clone()}
     check(tensors, stored.config, "export")
@@ -119,7 +122,8 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     if not identity and not torch.equal(tensors["t2d"], vocab.t2d):
         raise UserError(f"{folder}: t2d marks other tokens than d2t names; write the head again")
     weights = {name: tensor for name, tensor in tensors.items() if name not in MAPS and name != EMBEDDING}
-    return StoredHead(config, vocab, weights, card, values.get("eyrie", {}).get("training", {}))
+    notes = values.get(NOTES) or {}
+    return bind(StoredHead(config, vocab, weights, card, notes.get("training", {})), notes, folder)
 
 
 def layers_of(values: dict, num_layers: int) -> tuple[int, ...]:

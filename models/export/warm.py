@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conf.errors import UserError
 from models.export import eagle1, safeai
-from models.export.folder import CONFIG, WEIGHTS
+from models.export.folder import CONFIG, NOTES, WEIGHTS
 from models.export.native import (
     StoredHead,
     VerifierCard,
@@ -60,7 +60,7 @@ def layers_wanted(source: Path | str) -> list[int] | None:
 
 def named_verifier(source: Path | str) -> str | None:
     """The verifier that a serving layout of our own was exported for; None for one from elsewhere."""
-    return read_config(Path(source).expanduser() / CONFIG).get("eyrie", {}).get("verifier", {}).get("name")
+    return (read_config(Path(source).expanduser() / CONFIG).get(NOTES) or {}).get("verifier", {}).get("name")
 
 
 def read_any(source: Path | str, verifier) -> StoredHead:
@@ -75,8 +75,7 @@ def read_any(source: Path | str, verifier) -> StoredHead:
         check_verifier(stored, verifier)
         return stored
     layout = {"eagle1": eagle1, "eagle3": safeai}[peek(source)]
-    ours = "verifier" in read_config(source / CONFIG).get("eyrie", {})
-    stored = layout.read(source, None if ours else VerifierCard.of(verifier), verifier.embedding_VD)
+    stored = layout.read(source, VerifierCard.of(verifier), verifier.embedding_VD)
     config, geometry = stored.config, verifier.head_geometry
     for name in ("hidden_size", "vocab_size"):
         if getattr(config, name) != geometry[name]:
