@@ -1,0 +1,161 @@
+"""The replay certificate: does an engine draft what our head drafts, token for token, over the very same prefixes?
+
+Stronger than agreement of tau in the mean. The engine's texts and drafts are taken as they are; behind each prefix that
+it drafted from, our head drafts too, led along the engine's own drafts, so that every (round, depth) is a comparison of
+its own. Where they differ, the known faults (eval.serving.faults) are run in turn, and the one that drafts what the
+engine drafted is the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eval.measure import TIE
+from eval.serving.engine import EngineRun
+from eval.serving.faults import Reading, possible
+
+SAMPLE = 300  # comparisons that a cause is looked for in
+EXPLAINS = 0.9  # share of the engine's drafts that a fault must reproduce to be named
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One draft of an engine beside ours. depth: 1 is the first. gap: how much higher our best logit is than that of
+    the engine's token; inf when that token can't be drafted."""
+
+    prompt: int
+    round: int
+    depth: int
+    theirs: int
+    ours: int
+    gap: float
+
+    @property
+    def equal(self) -> bool:
+        return self.theirs == self.ours
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """compared: drafts. equal_by_depth: (equal, compared). ties: unequal ones whose logits differ by less than TIE.
+
+    first: the first other draft that is no tie; cause: why they differ, None when they don't.
+    """
+
+    compared: int
+    equal: int
+    ties: int
+    equal_by_depth: list[tuple[int, int]]
+    first: Pair | None
+    cause: str | None
+
+    @property
+    def holds(self) -> bool:
+        return self.compared > 0 and self.equal + self.ties == self.compared
+
+
+def certify(verifier, head, prompts: Sequence[Sequence[int]], run: EngineRun) -> Certificate:
+    """verifier: captures at least the head's layers, and one more on either side to name a layer fault."""
+    pairs = [pair for pairs in compare(verifier, head, prompts, run, Reading()) for pair in pairs]
+    depths = range(1, 1 + max((pair.depth for pair in pairs), default=0))
+    by_depth = [[pair.equal for pair in pairs if pair.depth == depth] for depth in depths]
+    other = [pair for pair in pairs if not pair.equal]
+    real = [pair for pair in other if pair.gap >= TIE]
+    return Certificate(
+        len(pairs),
+        len(pairs) - len(other),
+        len(other) - len(real),
+        [(sum(row), len(row)) for row in by_depth],
+        real[0] if real else None,
+        cause_of(verifier, head, prompts, run, real) if real else None,
+    )
+
+
+def cause_of(verifier, head, prompts, run: EngineRun, others: Sequence[Pair]) -> str:
+    """The fault that drafts what the engine drafted; else rounding, where all gaps are small; else that none does."""
+    shares = {}
+    for name, reading in {"": Reading(), **possible(head, verifier.num_layers)}.items():
+        if not set(reading.layers(head.config.aux_layers)) <= set(verifier.aux_layers):
+            continue
+        pairs: list[Pair] = []
+        for some in compare(verifier, head, prompts, run, reading):
+            pairs += some
+            if len(pairs) >= SAMPLE:
+                break
+        shares[name] = sum(pair.equal for pair in pairs) / len(pairs)
+    healthy = shares.pop("")
+    best = max(shares, key=shares.get, default=None)
+    if best is not None and shares[best] >= EXPLAINS and shares[best] > healthy:
+        return f"{best} ({shares[best]:.1%} of the engine's drafts come out so, {healthy:.1%} as trained)"
+    widest = max(pair.gap for pair in others)
+    if healthy >= EXPLAINS:
+        return (
+            f"rounding, if the engine computes in a coarser dtype: {healthy:.1%} are equal, the others' logits at most "
+            f"{widest:.2g} apart"
+        )
+    return (
+        f"none of {len(shares)} known faults drafts so (as trained: {healthy:.1%} equal; nearest: {best}, "
+        f"{shares[best] if best else 0:.1%}): look at tensors that the engine did not load, its dtype, its verifier"
+    )
+
+
+@torch.no_grad()
+def compare(verifier, head, prompts: Sequence[Sequence[int]], run: EngineRun, reading: Reading):
+    """Yields for each prompt its list of Pair, rounds ascending."""
+    place = [verifier.aux_layers.index(layer) for layer in reading.layers(head.config.aux_layers)]
+    token_R = reading.tokens(head.vocab.ids_R)
+    column = {token: column for column, token in enumerate(token_R.tolist())}
+    along = _medusa_logits if head.config.kind == "medusa" else _eagle_logits
+    for index, (prompt, text, rounds) in enumerate(zip(prompts, run.texts, run.rounds, strict=True)):
+        ids_1T = torch.tensor([[*prompt, *text]])
+        captured = verifier.capture(ids_1T, torch.zeros_like(ids_1T), torch.arange(ids_1T.shape[1])[None])
+        # A cut text ends before the last calls' drafts do; only prefixes count, and those are all there.
+        starts = [len(prompt) + emitted for emitted, _ in rounds]
+        drafts = [drafted for _, drafted in rounds]
+        pairs = []
+        for r, logits_KR in enumerate(along(head, reading, captured.aux_BTAD[:, :, place], ids_1T, starts, drafts)):
+            for depth, (logits_R, theirs) in enumerate(zip(logits_KR, drafts[r], strict=True), start=1):
+                top = int(logits_R.argmax())
+                gap = float(logits_R[top] - logits_R[column[theirs]]) if theirs in column else float("inf")
+                pairs.append(Pair(index, r, depth, theirs, int(token_R[top]), gap))
+        yield pairs
+
+
+def _eagle_logits(head, reading: Reading, aux_1TAD: Tensor, ids_1T: Tensor, starts: list[int], drafts) -> list[Tensor]:
+    """Draft logits [K, R] behind each prefix of starts[r] tokens, led along drafts[r].
+
+    One pass over all true rows gives every first draft. The others are made from the last prefix to the first: a cache
+    that is cut back to a prefix still holds the true rows of all shorter ones.
+    """
+    if not starts:
+        return []
+    read, rows = reading.of(head), max(starts) - 1
+    cache = read.new_cache(1, rows + max(map(len, drafts)))
+    token_1T = ids_1T[:, reading.pairing : rows + reading.pairing].to(aux_1TAD.device)
+    out_1TD = read.step(token_1T, read.fuse(aux_1TAD[:, :rows]), cache)
+    found = []
+    for start, drafted in reversed(list(zip(starts, drafts, strict=True))):
+        cache.truncate(start - 1)
+        out_11D = out_1TD[:, start - 2 : start - 1]
+        logits = [read.logits(out_11D)[0, 0]]
+        for depth, token in enumerate(drafted[:-1], start=1):
+            read.rotary.back = depth if reading.still else 0
+            token_11 = torch.tensor([[token]], device=aux_1TAD.device)
+            out_11D = read.step(token_11, read.feedback(out_11D), cache)
+            logits.append(read.logits(out_11D)[0, 0])
+        read.rotary.back = 0
+        found.append(torch.stack(logits))
+    return found[::-1]
+
+
+def _medusa_logits(head, reading: Reading, aux_1TAD: Tensor, ids_1T: Tensor, starts: list[int], drafts) -> list[Tensor]:
+    """The same of Medusa's heads, which read the last processed row alone."""
+    found = []
+    for start, drafted in zip(starts, drafts, strict=True):
+        hidden_1D = head.fuse(aux_1TAD[:, start - 2])
+        found.append(torch.cat([head.logits(out) for out in head.outputs(hidden_1D, len(drafted))]))
+    return found

@@ -1,0 +1,101 @@
+"""A serving engine that decodes prompts greedily: what it is asked, what it answers, and how it is run.
+
+Each engine lives in an environment of its own, and is driven by a script in eval/serving/engines/ that imports nothing
+of ours: JSON in, JSON out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from conf.errors import UserError
+from eval.counts import Counts, ratio
+
+WORKERS = Path(__file__).parent / "engines"
+
+
+@dataclass(frozen=True)
+class Job:
+    """verifier, head: folders or files as the engine reads them; head None decodes without drafts.
+
+    method: eagle1, eagle3 or medusa. depth: drafts of a chain. stop_ids: tokens that end a text.
+    batch: sequences at once, where the engine can be told.
+    """
+
+    verifier: str
+    head: str | None
+    method: str
+    depth: int
+    prompts: list[list[int]]
+    max_new_tokens: int
+    stop_ids: list[int]
+    dtype: str = "float32"
+    threads: int = 1
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """texts: token ids of each prompt, the stop token in. Counters are the engine's own.
+
+    accepted_by_position: how often the draft at each depth was accepted. rounds: of each prompt the verify calls, as
+    (tokens emitted before it, drafted tokens). None where the engine doesn't tell. seconds: of all prompts.
+    """
+
+    engine: str
+    texts: list[list[int]]
+    verify_calls: int
+    drafted: int
+    accepted: int
+    accepted_by_position: list[int] | None
+    rounds: list[list[tuple[int, list[int]]]] | None
+    seconds: float
+
+    @property
+    def tau(self) -> float | None:
+        return 1 + self.accepted / self.verify_calls if self.verify_calls else None
+
+    @property
+    def by_position(self) -> list[float | None] | None:
+        """P(draft n accepted), unconditional."""
+        hits = self.accepted_by_position
+        return None if hits is None else [ratio(hit, self.verify_calls) for hit in hits]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return ratio(sum(map(len, self.texts)), self.seconds)
+
+
+def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **more: object) -> EngineRun:
+    """Runs eval/serving/engines/`worker` by `command` (the engine's Python) on the job; its log is kept in `folder`.
+
+    more: what this worker alone asks for. Raises UserError with the log's last line when it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ask, answer, log = folder / "job.json", folder / "result.json", folder / "log.txt"
+    ask.write_text(json.dumps(asdict(job) | more))
+    answer.unlink(missing_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(job.threads)}
+    with log.open("w") as stream:
+        call = [*command, str(WORKERS / worker), str(ask), str(answer)]
+        done = subprocess.run(call, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False)
+    if done.returncode or not answer.is_file():
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1][:300] if lines else "no output"
+        raise UserError(f"{worker} ended with {done.returncode}: {last}; see {log}")
+    return EngineRun(**json.loads(answer.read_text()))
+
+
+def differences(ours: Counts, run: EngineRun) -> dict[str, float | None]:
+    """The engine's tau against our loop's, and the largest difference of acceptance by position."""
+    by_position = None
+    if run.by_position is not None and ours.verify_calls:
+        pairs = zip(run.by_position, ours.accepted_by_position, strict=False)
+        by_position = max((abs((a or 0) - (b or 0)) for a, b in pairs), default=None)
+    percent = 100 * (run.tau / ours.tau - 1) if run.tau and ours.tau else None
+    return {"tau_percent": percent, "by_position": by_position}
