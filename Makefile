@@ -38,7 +38,7 @@ bench: setup ## speed of decoding and of the training step against simple rivals
 test: setup ## the whole test suite
 	$(BIN)/python -m pytest
 
-exactness: setup ## the exactness suite with its calibration over 200 seeds, and SmolLM2 by every drafter: 20 minutes
+exactness: setup ## the exactness suite with its calibration over 500 seeds, and SmolLM2 by every drafter: half an hour
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_exactness.py tests/test_identity.py tests/test_acceptance.py
 
 check: setup ## ruff, the import arrow, every configuration composed
