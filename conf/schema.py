@@ -231,6 +231,22 @@ class StreamCommandConf(CandidateConf):
 
 
 @dataclass
+class ServeCheckCommandConf(RunConf):
+    """python -m eval.serving.check, which `make serve-check` runs"""
+
+    runs: Any = None  # run folders of heads
+    engines: list[str] = field(default_factory=lambda: ["vllm"])
+    environments: str = ".engines"  # where `make` put an environment for each of them
+    depths: list[int] = field(default_factory=lambda: [3])  # drafts of a chain
+    prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
+    limit: int | None = 20  # prompts per suite, evenly spaced; null: all
+    max_new_tokens: int = 128
+    batch: int = 8  # sequences at once, in the engine and in our loop
+    dtype: str = "float32"
+    out: str | None = None  # null: outputs/serve-check/TIME
+
+
+@dataclass
 class ReportCommandConf(RunConf):
     """python -m eval.report"""
 
@@ -291,6 +307,7 @@ COMMANDS = {
     "data": DataCommandConf,
     "eval": EvalCommandConf,
     "stream": StreamCommandConf,
+    "serve_check": ServeCheckCommandConf,
     "report": ReportCommandConf,
     "compare": CompareCommandConf,
     "bench": BenchCommandConf,

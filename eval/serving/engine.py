@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from conf.errors import UserError
-from eval.counts import Counts, ratio
+from eval.counts import ratio
 
 WORKERS = Path(__file__).parent / "engines"
 
@@ -89,13 +89,3 @@ def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **mo
         last = lines[-1][:300] if lines else "no output"
         raise UserError(f"{worker} ended with {done.returncode}: {last}; see {log}")
     return EngineRun(**json.loads(answer.read_text()))
-
-
-def differences(ours: Counts, run: EngineRun) -> dict[str, float | None]:
-    """The engine's tau against our loop's, and the largest difference of acceptance by position."""
-    by_position = None
-    if run.by_position is not None and ours.verify_calls:
-        pairs = zip(run.by_position, ours.accepted_by_position, strict=False)
-        by_position = max((abs((a or 0) - (b or 0)) for a, b in pairs), default=None)
-    percent = 100 * (run.tau / ours.tau - 1) if run.tau and ours.tau else None
-    return {"tau_percent": percent, "by_position": by_position}
