@@ -31,7 +31,7 @@ Shapes = dict[str, tuple[int, ...]]
 def check_tensors(tensors: dict[str, Tensor], shapes: Shapes, optional: Shapes, place: str, dtypes: dict) -> None:
     """UserError on an unknown or missing name, a wrong shape, or a wrong or mixed dtype.
 
-    dtypes: of the tensors that are no weights; the weights have that of `fc.weight`.
+    dtypes: of the tensors that are no weights; the weights have that of the first in `shapes`.
     """
     if missing := sorted(shapes.keys() - tensors.keys()):
         raise UserError(f"{place}: missing tensors {', '.join(missing)}; engines would serve noise without a word")
@@ -39,7 +39,7 @@ def check_tensors(tensors: dict[str, Tensor], shapes: Shapes, optional: Shapes, 
         raise UserError(
             f"{place}: unknown tensors {', '.join(unknown)}; expected the {len(shapes)} names of the layout"
         )
-    weights = tensors["fc.weight"].dtype
+    weights = tensors[next(iter(shapes))].dtype
     if not weights.is_floating_point:
         raise UserError(f"{place}: expected floating-point weights, found {weights}")
     for name, tensor in tensors.items():
@@ -75,6 +75,9 @@ def head_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | No
 
     UserError for another verifier than the head's, and for values that are not finite, of which the first is named.
     """
+    for name, tensor in stored.tensors.items():
+        if not tensor.is_floating_point():
+            raise UserError(f"{name}: expected floating-point weights, found {tensor.dtype}: the head is broken")
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in stored.tensors.items()}
     if extra := [name for name in tensors if name.startswith("survival.")]:
         log.info("the survival output is left out of the export: no engine reads it")
