@@ -1,0 +1,227 @@
+"""Medusa heads (2401.10774) as vLLM reads them, up to 0.32: `model.safetensors` and `config.json`.
+
+Written are vLLM's own names, with the one LM head that all our heads share and, for R < V, the map of its rows: vLLM
+loads R rows only where the LM head is shared (`original_lm_head`), and gives every other token -inf, as our head does.
+Read are also the names of FasterDecoding, which give each head an LM head of its own: these must then be equal.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models.export.folder import (
+    CONFIG,
+    EMBEDDING,
+    NOTES,
+    WEIGHTS,
+    Shapes,
+    bind,
+    card_of,
+    check_tensors,
+    head_tensors,
+    notes_of,
+    read_folder,
+    write_folder,
+)
+from models.export.native import StoredHead, VerifierCard, read_config, read_tensors
+from models.heads.medusa import MedusaConfig
+from models.verifier import Verifier
+from models.vocab import DraftVocab
+
+PUBLISHED = "medusa_lm_head.safetensors"  # the other name of the weights: FasterDecoding's, and TensorRT-LLM's
+TOKEN_MAP, LM_HEAD = "token_map", "lm_head.weight"
+MAPS = {TOKEN_MAP: torch.int64}
+OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
+BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+PUBLISHED_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+HEADS_LM = re.compile(r"lm_heads\.(\d+)\.weight")
+PUBLISHED_LM = re.compile(r"(\d+)\.(\d+)\.weight")
+
+
+def expected_shapes(config: MedusaConfig) -> Shapes:
+    """Every tensor that `write` writes, the map included when R < V."""
+    D, R = config.hidden_size, config.draft_vocab_size
+    shapes: Shapes = {}
+    for head in range(config.heads):
+        for layer in range(config.blocks):
+            shapes[f"blocks.{head}.layers.{layer}.weight"] = (D, D)
+            shapes[f"blocks.{head}.layers.{layer}.bias"] = (D,)
+    shapes[LM_HEAD] = (R, D)
+    return shapes | ({TOKEN_MAP: (R,)} if config.vocab_size > R else {})
+
+
+def write(
+    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, verifier: Verifier | None = None
+) -> Path:
+    """Write the folder and return it. verifier: checked to be the head's; no embedding is written, none is read."""
+    tensors = blocks_and_lm_head(stored, dtype, verifier)
+    if not stored.vocab.is_identity:
+        tensors[TOKEN_MAP] = stored.vocab.ids_R.clone()
+    check_tensors(tensors, expected_shapes(stored.config), {}, "export", MAPS)
+    return write_folder(out, tensors, config_json(stored, dtype))
+
+
+def blocks_and_lm_head(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | None) -> dict[str, Tensor]:
+    """The head's weights in `dtype` by vLLM's names."""
+    tensors = head_tensors(stored, dtype, verifier)
+    tensors.pop(EMBEDDING, None)
+    return {OURS.sub(r"blocks.\1.layers.\2.\3", name): tensor for name, tensor in tensors.items()}
+
+
+def config_json(stored: StoredHead, dtype: torch.dtype) -> dict:
+    """config.json as vLLM reads it, which takes any key with "num" and "heads" in it for the number of heads."""
+    config = stored.config
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.heads,
+        "num_hidden_layers": config.blocks,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "truncated_vocab_size": config.draft_vocab_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        NOTES: notes_of(stored),
+    }
+
+
+def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD: Tensor | None = None) -> StoredHead:
+    """Read such a folder, our own or another trainer's, and check it all.
+
+    verifier: needed for folders written elsewhere, which say nothing about theirs.  embedding_VD: not used.
+    Absent biases are zero, and a map in another order is sorted, with the rows of the LM head.
+    """
+    folder = Path(folder)
+    if weights_file(folder).name == PUBLISHED and (folder / CONFIG).is_file():
+        values, tensors = read_config(folder / CONFIG), read_tensors(folder / PUBLISHED)
+    else:
+        values, tensors = read_folder(folder)
+    card = card_of(values, verifier, folder)
+    if values.get("logit_scale", 1.0) != 1.0:
+        raise UserError(
+            f"{folder / CONFIG}: expected no logit_scale, found {values['logit_scale']}: it isn't supported"
+        )
+    heads, layers = _count(values, "heads", folder), _count(values, "layers", folder)
+    tensors = _with_biases(_by_name(tensors, heads, layers, folder))
+    D, V = _sizes(values, tensors, folder)
+    vocab = _sort_map(tensors, values, V, folder)
+    config = MedusaConfig(
+        hidden_size=D, vocab_size=V, draft_vocab_size=len(vocab), aux_layers=(card.num_layers,), heads=heads,
+        blocks=layers,
+    )  # fmt: skip
+    check_tensors(tensors, expected_shapes(config), {}, str(folder), MAPS)
+    weights = {BLOCK.sub(r"blocks.\1.\2.linear.\3", name): x for name, x in tensors.items() if name != TOKEN_MAP}
+    for name, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"{folder}: expected finite values in {name}, found others: the head is broken")
+    notes = values.get(NOTES) or {}
+    return bind(StoredHead(config, vocab, weights, card, notes.get("training", {})), notes, folder)
+
+
+def weights_file(folder: Path) -> Path:
+    """Where a folder's weights lie: by the other name only where there is no `model.safetensors`."""
+    return folder / (PUBLISHED if (folder / PUBLISHED).is_file() and not (folder / WEIGHTS).is_file() else WEIGHTS)
+
+
+def is_medusa(names: list[str], values: dict) -> bool:
+    """Whether a folder with these tensors and this config.json holds Medusa heads."""
+    blocks = any(BLOCK.fullmatch(_plain(name)) or PUBLISHED_BLOCK.fullmatch(_plain(name)) for name in names)
+    return values.get("model_type") == "medusa" or blocks
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("medusa_heads.")
+
+
+def _count(values: dict, what: str, folder: Path) -> int:
+    """The number of heads, or of layers in each (1 where it isn't said), under whichever key, as vLLM reads it."""
+    found = {key: value for key, value in values.items() if "num" in key and what in key}
+    if what == "layers" and not found:
+        return 1
+    counts = set(found.values())
+    if len(counts) != 1 or not all(isinstance(count, int) and count > 0 for count in counts):
+        raise UserError(f"{folder / CONFIG}: expected one number of {what}, found {found or 'none'}")
+    return counts.pop()
+
+
+def _by_name(tensors: dict[str, Tensor], heads: int, layers: int, folder: Path) -> dict[str, Tensor]:
+    """The same tensors by the names that `write` gives, with one LM head; unknown names stay as they are.
+
+    UserError when the tensors are of more or fewer heads than the config says, or the LM heads differ.
+    """
+    named, lm_heads = {}, {}
+    for name, tensor in tensors.items():
+        plain = PUBLISHED_BLOCK.sub(r"blocks.\1.layers.\2.\3", _plain(name))
+        if (match := PUBLISHED_LM.fullmatch(plain)) and int(match[2]) == layers:
+            plain = f"lm_heads.{match[1]}.weight"
+        if match := HEADS_LM.fullmatch(plain):
+            lm_heads[int(match[1])] = tensor
+        elif plain in named:
+            raise UserError(f"{folder}: two tensors for {plain}, one of them {name}; keep one layout")
+        else:
+            named[plain] = tensor
+    found = {int(match[1]) for name in named if (match := BLOCK.fullmatch(name))}
+    if found != set(range(heads)):
+        raise UserError(
+            f"{folder}: the config says {heads} heads, the tensors are of heads {sorted(found)}; set num_heads"
+        )
+    if lm_heads and LM_HEAD in named:
+        raise UserError(f"{folder}: expected {LM_HEAD} or lm_heads.*, found both; keep one")
+    if lm_heads:
+        if set(lm_heads) not in ({0}, found):
+            raise UserError(f"{folder}: expected one LM head or {heads}, found those of heads {sorted(lm_heads)}")
+        first = lm_heads[0]
+        if other := [head for head, tensor in lm_heads.items() if not torch.equal(tensor, first)]:
+            raise UserError(
+                f"{folder}: expected one LM head for all heads, found head {other[0]}'s unlike head 0's: our Medusa "
+                "heads share theirs, such a checkpoint is not supported"
+            )
+        named[LM_HEAD] = first
+    return named
+
+
+def _with_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Zero biases where no block has one (`medusa_fc_bias` false)."""
+    blocks = {name: tensor for name, tensor in tensors.items() if BLOCK.fullmatch(name)}
+    if any(name.endswith(".bias") for name in blocks):
+        return tensors
+    return tensors | {f"{name.removesuffix('.weight')}.bias": tensor.new_zeros(tensor.shape[0])
+                      for name, tensor in blocks.items()}  # fmt: skip
+
+
+def _sizes(values: dict, tensors: dict[str, Tensor], folder: Path) -> tuple[int, int]:
+    """(D, V), from the config or else, in published folders, from the LM head."""
+    if LM_HEAD not in tensors:
+        raise UserError(f"{folder}: missing tensors {LM_HEAD}, or one for each head")
+    if tensors[LM_HEAD].dim() != 2:
+        raise UserError(f"{folder}: expected {LM_HEAD} with two axes, found {tuple(tensors[LM_HEAD].shape)}")
+    rows, width = tensors[LM_HEAD].shape
+    if "vocab_size" not in values and TOKEN_MAP in tensors:
+        raise UserError(f"{folder / CONFIG}: missing vocab_size, which a {TOKEN_MAP} needs")
+    return values.get("hidden_size", width), values.get("vocab_size", rows)
+
+
+def _sort_map(tensors: dict[str, Tensor], values: dict, V: int, folder: Path) -> DraftVocab:
+    """The draft vocabulary; brings `tensors`' map and LM head rows into ascending order, of V rows keeps the R."""
+    said = values.get("truncated_vocab_size") or V
+    if TOKEN_MAP not in tensors:
+        if said != V:
+            raise UserError(f"{folder}: missing tensors {TOKEN_MAP}: the config says {said} of {V} tokens")
+        return DraftVocab.identity(V)
+    ids, rows = tensors[TOKEN_MAP], tensors[LM_HEAD]
+    if ids.dtype != torch.int64 or tuple(ids.shape) != (said,):
+        raise UserError(
+            f"{folder}: expected {TOKEN_MAP} int64 of shape ({said},), found {ids.dtype} {tuple(ids.shape)}"
+        )
+    order = ids.argsort()
+    vocab = DraftVocab(ids[order], V)
+    tensors[TOKEN_MAP] = vocab.ids_R
+    if len(rows) in (V, len(ids)):  # any other number is refused later
+        tensors[LM_HEAD] = rows[vocab.ids_R if len(rows) == V else order]
+    return vocab
