@@ -218,6 +218,9 @@ class EvalCommandConf(CandidateConf):
     prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
     limit: int | None = 20  # prompts per suite, evenly spaced; null: all
     replay: bool = False  # acceptance alone, on the verifier's recorded greedy text: many heads cost one verifier run
+    serve: str | None = None  # a running server, http://HOST:PORT: what it gets of these prompts, beside our loop
+    serve_model: str | None = None  # its name there; null: the only one that it serves
+    serve_batch: int = 8  # requests under way at a time
     plots: bool = True
     report: bool = True
     out: str | None = None  # null: a new eval-TIME in the run folder

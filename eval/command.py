@@ -40,10 +40,15 @@ WITHOUT_MODEL: dict[str, Callable[[EvalSettings], Drafter]] = {
 
 
 def evaluate_run(cfg) -> Outcome:
-    """cfg: conf.schema.EvalCommandConf. Writes alpha.json, and report.html with its plots, into a new folder.
+    """cfg: conf.schema.EvalCommandConf. Writes alpha.json, and report.html with its plots, into a new folder; with
+    `serve`, serve.json (eval.serving.online).
 
     Raises UserError for an absent head, another verifier than the head's, or prompts that can't be read.
     """
+    if cfg.serve:
+        from eval.serving.online import serve  # it imports this module
+
+        return serve(cfg)
     if cfg.replay and cfg.draft == "lookahead":
         raise UserError("Lookahead reads the verifier's calls, which a replay leaves out: leave replay out")
     settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads, temperature=cfg.temperature)

@@ -1,0 +1,1 @@
+"""Serving engines: what becomes of a head there, run offline or looked at while they serve."""
