@@ -58,8 +58,8 @@ def change(folder, edit=None, **values):
     """Edit the tensors of a folder in place, and set keys of its config (None takes one out)."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    if edit is not None:
-        tensors = edit(tensors) or tensors
+    edited = edit(tensors) if edit else None
+    tensors = edited if isinstance(edited, dict) else tensors
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
     config = json.loads((folder / "config.json").read_text()) | values
     (folder / "config.json").write_text(json.dumps({key: x for key, x in config.items() if x is not None}))
@@ -80,7 +80,7 @@ def test_names_shapes_and_dtypes(verifier, tmp_path):
     blocks = {f"blocks.{h}.layers.{b}.weight": (D, D) for h in range(3) for b in range(2)}
     blocks |= {f"blocks.{h}.layers.{b}.bias": (D,) for h in range(3) for b in range(2)}
     for ids, more in (
-        (SOME, {"lm_head.weight": (100, D), "token_map": (100,)}),
+        (SOME, {"lm_head.weight": (V, D), "token_map": (100,)}),
         (torch.arange(V), {"lm_head.weight": (V, D)}),
     ):
         tensors = load_file(
@@ -105,7 +105,7 @@ def test_config_json(verifier, tmp_path):
         "num_hidden_layers": 2,
         "medusa_fc_bias": True,
         "original_lm_head": True,
-        "truncated_vocab_size": 100,
+        "truncated_vocab_size": V,
         "torch_dtype": "float16",
     }
     # the reader in vLLM takes the last such key for the number of heads
@@ -189,21 +189,54 @@ def test_published_heads_that_ours_cannot_hold_are_refused(verifier, tmp_path):
         read_any(tmp_path, verifier)
 
 
-def test_a_map_in_another_order_and_an_lm_head_of_all_tokens(verifier, tmp_path):
-    """By frequency, as vLLM allows, or with V rows of which vLLM keeps the map's."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_token_outside_the_map_is_never_drafted(verifier, tmp_path, dtype):
+    """The largest of all V logits, as an engine that reads past the map takes it, is the head's own draft."""
+    head = make_head(verifier, torch.arange(40, 140))  # with ids on either side, which an equal logit could reach
+    tensors = load_file(medusa.write(StoredHead.of(head, verifier), tmp_path, dtype) / "model.safetensors")
+    rows, ids = tensors["lm_head.weight"].float(), tensors["token_map"]
+    hidden = torch.randn(2000, D, generator=torch.Generator().manual_seed(6)) * torch.logspace(-3, 3, 2000)[:, None]
+    all_V = hidden @ rows.T
+    assert torch.equal(all_V.argmax(-1), ids[(hidden @ rows[ids].T).argmax(-1)])
+    outside = torch.ones(V, dtype=torch.bool).index_fill(0, ids, False)
+    margin = all_V[:, ids].max(-1).values - all_V[:, outside].max(-1).values
+    spread = all_V[:, ids].std(-1)
+    assert bool((margin > spread).all())  # far from a matter of rounding
+    back = medusa.read(tmp_path)
+    assert len(back.vocab) == 100 and torch.equal(back.tensors["lm_head.weight"].float(), rows[ids])
+
+
+def test_other_rows_outside_the_map_are_refused(verifier, tmp_path):
+    medusa.write(stored(verifier), tmp_path)
+    change(tmp_path, lambda t: t["lm_head.weight"][0].add_(0.01))
+    with pytest.raises(UserError, match="outside token_map to be the mean of those inside"):
+        medusa.read(tmp_path)
+
+
+def test_a_map_that_an_engine_goes_by(verifier, tmp_path):
+    """`truncated_vocab_size` R: in any order, by R rows or by V of which the map's are kept."""
     head = make_head(verifier)
     medusa.write(StoredHead.of(head, verifier), tmp_path)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
-    change(tmp_path, lambda t: t.update({"token_map": SOME[order], "lm_head.weight": t["lm_head.weight"][order]}))
+    own = head.lm_head.weight.detach()
+    change(
+        tmp_path, lambda t: t.update({"token_map": SOME[order], "lm_head.weight": own[order]}), truncated_vocab_size=100
+    )
     assert torch.equal(logits(attach(medusa.read(tmp_path), verifier)), logits(head))
     rows = torch.randn(V, D)
-    rows[SOME] = head.lm_head.weight.detach()
+    rows[SOME] = own
     change(tmp_path, lambda t: t.update({"lm_head.weight": rows}))
     assert torch.equal(logits(attach(medusa.read(tmp_path), verifier)), logits(head))
     change(tmp_path, lambda t: t.update({"lm_heads.0.weight": t.pop("lm_head.weight")}))  # vLLM reads this name too
     assert torch.equal(logits(attach(medusa.read(tmp_path), verifier)), logits(head))
     change(tmp_path, lambda t: t.update({"token_map": SOME.clamp(max=200)}))
     with pytest.raises(UserError, match="without repeats"):
+        medusa.read(tmp_path)
+    change(tmp_path, lambda t: t.update({"token_map": SOME[:99]}))
+    with pytest.raises(UserError, match=r"token_map int64 of shape \(100,\), found torch.int64 \(99,\)"):
+        medusa.read(tmp_path)
+    change(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if name != "token_map"})
+    with pytest.raises(UserError, match="missing tensors token_map: the config says 100 of 300"):
         medusa.read(tmp_path)
 
 
@@ -212,30 +245,28 @@ def test_a_map_in_another_order_and_an_lm_head_of_all_tokens(verifier, tmp_path)
     [
         (lambda t: t.pop("blocks.1.layers.0.bias"), "missing tensors blocks.1.layers.0.bias"),
         (lambda t: t.pop("lm_head.weight"), "missing tensors lm_head.weight"),
-        (lambda t: t.pop("token_map"), "missing tensors token_map: the config says 100 of 300"),
+        (lambda t: t.pop("token_map"), "map {map}, found"),
         (lambda t: t.update({"norm.weight": torch.ones(D)}), "unknown tensors norm.weight"),
         (lambda t: t.update({"blocks.0.layers.1.weight": torch.ones(D, D)}), "unknown tensors blocks.0.layers.1"),
         (lambda t: t.update({"blocks.3.layers.0.weight": torch.ones(D, D)}), "the tensors are of heads [0, 1, 2, 3]"),
         (lambda t: t.update({"0.0.linear.bias": torch.ones(D)}), "two tensors for blocks.0.layers.0.bias"),
-        (lambda t: t.update({"lm_heads.0.weight": torch.ones(100, D)}), "found both"),
+        (lambda t: t.update({"lm_heads.0.weight": torch.ones(V, D)}), "found both"),
         (lambda t: t.update({"blocks.0.layers.0.weight": torch.ones(D, D + 1)}), "of shape (32, 32), found (32, 33)"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(99, D)}), "lm_head.weight of shape (100, 32), found (99,"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(100)}), "with two axes, found (100,)"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(100, D).half()}), "lm_head.weight in torch.float32"),
-        (lambda t: t.update({"token_map": SOME.int()}), "token_map int64 of shape (100,), found torch.int32"),
-        (lambda t: t.update({"token_map": SOME[:99]}), "token_map int64 of shape (100,), found torch.int64 (99,)"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(99, D)}), "lm_head.weight of shape (300, ...), found (99,"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(V)}), "with two axes, found (300,)"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].half()}), "lm_head.weight in torch.float32"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(V, D).int()}), "lm_head.weight in torch.float32"),
+        (lambda t: t.update({"token_map": SOME.int()}), "token_map int64 of shape (300,), found torch.int32"),
         (lambda t: t["lm_head.weight"].fill_(float("nan")), "finite values in lm_head.weight"),
     ],
 )  # fmt: skip
 def test_reading_refuses(verifier, tmp_path, edit, message):
-    def edited(tensors):
-        edit(tensors)
-
-    medusa.write(stored(verifier), tmp_path)
-    change(tmp_path, edited)
+    head = stored(verifier)
+    medusa.write(head, tmp_path)
+    change(tmp_path, edit)
     with pytest.raises(UserError) as caught:
         medusa.read(tmp_path)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message.replace("{map}", head.vocab.hash[:12]) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_map_of_all_tokens_is_refused(verifier, tmp_path):
@@ -257,7 +288,7 @@ def test_an_export_is_bound_to_its_verifier_and_its_map(verifier, tmp_path):
     for read in (lambda: medusa.read(tmp_path, VerifierCard.of(other)), lambda: read_any(tmp_path, other)):
         with pytest.raises(UserError, match=hashes):
             read()
-    change(tmp_path, lambda t: t.update({"token_map": torch.arange(100)}))
+    change(tmp_path, lambda t: t.update({"token_map": torch.arange(100)}), truncated_vocab_size=100)
     swapped = DraftVocab(torch.arange(100), V)
     with pytest.raises(UserError, match=f"map {head.vocab.hash[:12]}, found {swapped.hash[:12]}"):
         medusa.read(tmp_path)

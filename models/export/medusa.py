@@ -1,7 +1,10 @@
 """Medusa heads (2401.10774) as vLLM reads them, up to 0.32: `model.safetensors` and `config.json`.
 
-Written are vLLM's own names, with the one LM head that all our heads share and, for R < V, the map of its rows: vLLM
-loads R rows only where the LM head is shared (`original_lm_head`), and gives every other token -inf, as our head does.
+Written are vLLM's own names and the one LM head that all our heads share. It has V rows also where a head drafts only
+R < V tokens, since vLLM 0.32 stops at a smaller one ("not initialized from checkpoint: {'token_map'}"). The row of a
+token that is never drafted is the mean of the R rows: its logit is then the mean of theirs, below the largest, so that
+the drafts stay what they were. `token_map` names the R tokens; vLLM reads past it, `read` drops the other rows by it.
+
 Read are also the names of FasterDecoding, which give each head an LM head of its own: these must then be equal.
 """
 
@@ -30,6 +33,7 @@ from models.export.folder import (
 )
 from models.export.native import StoredHead, VerifierCard, read_config, read_tensors
 from models.heads.medusa import MedusaConfig
+from models.heads.start import check_vocab
 from models.verifier import Verifier
 from models.vocab import DraftVocab
 
@@ -44,7 +48,7 @@ PUBLISHED_LM = re.compile(r"(\d+)\.(\d+)\.weight")
 
 
 def expected_shapes(config: MedusaConfig) -> Shapes:
-    """Every tensor that `write` writes, the map included when R < V."""
+    """Every tensor by vLLM's names, the LM head with its R rows, and the map when R < V."""
     D, R = config.hidden_size, config.draft_vocab_size
     shapes: Shapes = {}
     for head in range(config.heads):
@@ -59,18 +63,27 @@ def write(
     stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, verifier: Verifier | None = None
 ) -> Path:
     """Write the folder and return it. verifier: checked to be the head's; no embedding is written, none is read."""
-    tensors = blocks_and_lm_head(stored, dtype, verifier)
+    return write_folder(out, named_tensors(stored, dtype, verifier), config_json(stored, dtype))
+
+
+def named_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | None) -> dict[str, Tensor]:
+    """The head's weights in `dtype` by vLLM's names, the LM head with V rows. UserError for a broken head."""
+    check_vocab(stored.config, stored.vocab)
+    tensors = head_tensors(stored, dtype, verifier)
+    tensors.pop(EMBEDDING, None)
+    tensors = {OURS.sub(r"blocks.\1.layers.\2.\3", name): tensor for name, tensor in tensors.items()}
     if not stored.vocab.is_identity:
         tensors[TOKEN_MAP] = stored.vocab.ids_R.clone()
     check_tensors(tensors, expected_shapes(stored.config), {}, "export", MAPS)
-    return write_folder(out, tensors, config_json(stored, dtype))
+    if not stored.vocab.is_identity:
+        rows = mean_row(tensors[LM_HEAD]).repeat(stored.config.vocab_size, 1)
+        tensors[LM_HEAD] = rows.index_copy(0, stored.vocab.ids_R, tensors[LM_HEAD])
+    return tensors
 
 
-def blocks_and_lm_head(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | None) -> dict[str, Tensor]:
-    """The head's weights in `dtype` by vLLM's names."""
-    tensors = head_tensors(stored, dtype, verifier)
-    tensors.pop(EMBEDDING, None)
-    return {OURS.sub(r"blocks.\1.layers.\2.\3", name): tensor for name, tensor in tensors.items()}
+def mean_row(rows_RD: Tensor) -> Tensor:
+    """[D], in the rows' dtype: its logit is the mean of theirs, to rounding, whatever the hidden state."""
+    return rows_RD.double().mean(0).to(rows_RD.dtype)
 
 
 def config_json(stored: StoredHead, dtype: torch.dtype) -> dict:
@@ -85,7 +98,7 @@ def config_json(stored: StoredHead, dtype: torch.dtype) -> dict:
         "num_hidden_layers": config.blocks,
         "medusa_fc_bias": True,
         "original_lm_head": True,
-        "truncated_vocab_size": config.draft_vocab_size,
+        "truncated_vocab_size": config.vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
         NOTES: notes_of(stored),
     }
@@ -103,6 +116,9 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     else:
         values, tensors = read_folder(folder)
     card = card_of(values, verifier, folder)
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"{folder}: expected finite values in {name}, found others: the head is broken")
     if values.get("logit_scale", 1.0) != 1.0:
         raise UserError(
             f"{folder / CONFIG}: expected no logit_scale, found {values['logit_scale']}: it isn't supported"
@@ -110,16 +126,16 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     heads, layers = _count(values, "heads", folder), _count(values, "layers", folder)
     tensors = _with_biases(_by_name(tensors, heads, layers, folder))
     D, V = _sizes(values, tensors, folder)
-    vocab = _sort_map(tensors, values, V, folder)
+    rows = tensors[LM_HEAD]
+    vocab = _take_map(tensors, values, V, folder)
     config = MedusaConfig(
         hidden_size=D, vocab_size=V, draft_vocab_size=len(vocab), aux_layers=(card.num_layers,), heads=heads,
         blocks=layers,
     )  # fmt: skip
     check_tensors(tensors, expected_shapes(config), {}, str(folder), MAPS)
+    if not vocab.is_identity and values.get("truncated_vocab_size", V) == V:
+        _check_undrafted(rows, vocab, folder)
     weights = {BLOCK.sub(r"blocks.\1.\2.linear.\3", name): x for name, x in tensors.items() if name != TOKEN_MAP}
-    for name, tensor in weights.items():
-        if not bool(tensor.isfinite().all()):
-            raise UserError(f"{folder}: expected finite values in {name}, found others: the head is broken")
     notes = values.get(NOTES) or {}
     return bind(StoredHead(config, vocab, weights, card, notes.get("training", {})), notes, folder)
 
@@ -207,21 +223,34 @@ def _sizes(values: dict, tensors: dict[str, Tensor], folder: Path) -> tuple[int,
     return values.get("hidden_size", width), values.get("vocab_size", rows)
 
 
-def _sort_map(tensors: dict[str, Tensor], values: dict, V: int, folder: Path) -> DraftVocab:
-    """The draft vocabulary; brings `tensors`' map and LM head rows into ascending order, of V rows keeps the R."""
+def _take_map(tensors: dict[str, Tensor], values: dict, V: int, folder: Path) -> DraftVocab:
+    """The draft vocabulary. Sorts the map in `tensors` and leaves the LM head the R rows that it names."""
     said = values.get("truncated_vocab_size") or V
     if TOKEN_MAP not in tensors:
         if said != V:
             raise UserError(f"{folder}: missing tensors {TOKEN_MAP}: the config says {said} of {V} tokens")
         return DraftVocab.identity(V)
     ids, rows = tensors[TOKEN_MAP], tensors[LM_HEAD]
-    if ids.dtype != torch.int64 or tuple(ids.shape) != (said,):
+    if ids.dtype != torch.int64 or ids.dim() != 1 or said not in (V, len(ids)):
         raise UserError(
             f"{folder}: expected {TOKEN_MAP} int64 of shape ({said},), found {ids.dtype} {tuple(ids.shape)}"
         )
     order = ids.argsort()
     vocab = DraftVocab(ids[order], V)
+    if said == V and len(rows) != V:
+        raise UserError(f"{folder}: expected {LM_HEAD} of shape ({V}, ...), found {tuple(rows.shape)}")
     tensors[TOKEN_MAP] = vocab.ids_R
     if len(rows) in (V, len(ids)):  # any other number is refused later
         tensors[LM_HEAD] = rows[vocab.ids_R if len(rows) == V else order]
     return vocab
+
+
+def _check_undrafted(rows_VD: Tensor, vocab: DraftVocab, folder: Path) -> None:
+    """UserError for rows of other tokens that could win in an engine that reads past the map."""
+    mean, eps = mean_row(rows_VD[vocab.ids_R]).float(), 4 * torch.finfo(rows_VD.dtype).eps
+    for part in rows_VD[vocab.inverse_V < 0].split(8192):  # float32 copies of a part
+        if not torch.allclose(part.float(), mean.expand_as(part), rtol=eps, atol=1e-7):
+            raise UserError(
+                f"{folder}: expected the rows of {LM_HEAD} outside {TOKEN_MAP} to be the mean of those inside, "
+                "found others, which engines may draft: export again"
+            )
