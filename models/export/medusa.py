@@ -133,7 +133,7 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
         blocks=layers,
     )  # fmt: skip
     check_tensors(tensors, expected_shapes(config), {}, str(folder), MAPS)
-    if not vocab.is_identity and values.get("truncated_vocab_size", V) == V:
+    if not vocab.is_identity and values.get("truncated_vocab_size") in (None, V):
         _check_undrafted(rows, vocab, folder)
     weights = {BLOCK.sub(r"blocks.\1.\2.linear.\3", name): x for name, x in tensors.items() if name != TOKEN_MAP}
     notes = values.get(NOTES) or {}
