@@ -279,12 +279,12 @@ def test_mismatches_are_named(verifiers, tmp_path):
 
 
 def test_no_layout_is_said(verifiers, tmp_path, caplog):
-    stored = StoredHead.of(make_head("medusa", verifiers["medusa"]), verifiers["medusa"])
-    with pytest.raises(UserError, match="no format 'vllm' for medusa heads"):
+    stored = StoredHead.of(make_head("independent", verifiers["independent"]), verifiers["independent"])
+    with pytest.raises(UserError, match="no format 'vllm' for independent heads"):
         write_export(stored, tmp_path, "vllm")
     with caplog.at_level("INFO"):
         assert exported(stored, tmp_path) is None
-    assert "no serving layout for medusa heads yet" in caplog.text
+    assert "no serving layout for independent heads yet" in caplog.text
 
 
 def test_chance_is_reported_with_its_likely_causes(verifiers):

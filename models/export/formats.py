@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
-from models.export import eagle1, safeai
+from models.export import eagle1, medusa, safeai, trtllm
 from models.export.native import StoredHead
 from models.verifier import Verifier
 
@@ -26,11 +26,18 @@ class Format:
 
 
 FORMATS: dict[str, dict[str, Format]] = {
-    "eagle3": {name: Format(safeai.write) for name in ("safeai", "vllm", "sglang")},
+    "eagle3": {
+        **{name: Format(safeai.write) for name in ("safeai", "vllm", "sglang")},
+        "trtllm": Format(trtllm.write_eagle3),
+    },
     "eagle1": {
         "safeai": Format(eagle1.write_vllm),
         "vllm": Format(eagle1.write_vllm),
         "sglang": Format(eagle1.write_sglang),
+    },
+    "medusa": {
+        **{name: Format(medusa.write) for name in ("medusa", "vllm")},
+        "trtllm": Format(trtllm.write_medusa),
     },
 }
 
@@ -69,7 +76,7 @@ def exported(stored: StoredHead, out: Path) -> Path | None:
         log.info(f"no serving layout for {stored.config.kind} heads yet: the native head/ is all that is written")
         return None
     try:
-        return write_export(stored, out)
+        return write_export(stored, out, next(iter(FORMATS[stored.config.kind])))
     except UserError as error:  # a head that was published with biases: the run goes on without an export
         log.warning(f"no export: {error}")
         return None

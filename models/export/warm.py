@@ -1,4 +1,4 @@
-"""A head from wherever it lies: our own run or head folder, or a published EAGLE-1 or EAGLE-3 checkpoint."""
+"""A head from wherever it lies: our own run or head folder, or a published EAGLE-1, EAGLE-3 or Medusa checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from conf.errors import UserError
-from models.export import eagle1, safeai
-from models.export.folder import CONFIG, NOTES, WEIGHTS
+from models.export import eagle1, medusa, safeai
+from models.export.folder import CONFIG, NOTES
 from models.export.native import (
     StoredHead,
     VerifierCard,
@@ -35,24 +35,28 @@ def is_published(source: Path | str) -> bool:
 
 
 def peek(source: Path | str) -> str:
-    """The kind of a published head, "eagle1" or "eagle3", from its tensors' names. UserError when it is neither."""
+    """The kind of a published head, "eagle1", "eagle3" or "medusa", from its tensors' names and its config's
+    model_type. UserError when it is none of them."""
     source = Path(source).expanduser()
-    if not (source / WEIGHTS).is_file():
+    weights = medusa.weights_file(source)
+    if not weights.is_file() or not (source / CONFIG).is_file():
         safeai.read_folder(source)  # says what is missing
-    names = tensor_names(source / WEIGHTS)
+    names, values = tensor_names(weights), read_config(source / CONFIG)
+    if medusa.is_medusa(names, values):
+        return "medusa"
     if any(name.startswith("midlayer.") for name in names):
         return "eagle3"
     if any(name.startswith("layers.0.") for name in names) and "fc.weight" in names:
         return "eagle1"
     raise UserError(
-        f"expected an EAGLE-3 (midlayer.*) or EAGLE-1 (fc, layers.0.*) head in {source}, found tensors "
-        f"{', '.join(sorted(names)[:4])}, ..."
+        f"expected an EAGLE-3 (midlayer.*), EAGLE-1 (fc, layers.0.*) or Medusa (blocks.*) head in {source}, found "
+        f"tensors {', '.join(sorted(names)[:4])}, ..."
     )
 
 
 def layers_wanted(source: Path | str) -> list[int] | None:
     """`verifier.aux_layers` for a published head: what it names, or the default of its kind."""
-    if peek(source) == "eagle1":
+    if peek(source) in ("eagle1", "medusa"):
         return [-1]
     layers = safeai.named_layers(read_config(Path(source).expanduser() / CONFIG))
     return None if layers is None else list(layers)
@@ -74,7 +78,7 @@ def read_any(source: Path | str, verifier) -> StoredHead:
         stored = read_head(source)
         check_verifier(stored, verifier)
         return stored
-    layout = {"eagle1": eagle1, "eagle3": safeai}[peek(source)]
+    layout = {"eagle1": eagle1, "eagle3": safeai, "medusa": medusa}[peek(source)]
     stored = layout.read(source, VerifierCard.of(verifier), verifier.embedding_VD)
     config, geometry = stored.config, verifier.head_geometry
     for name in ("hidden_size", "vocab_size"):
