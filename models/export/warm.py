@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from conf.errors import UserError
-from models.export import eagle1, medusa, safeai
+from models.export import eagle1, medusa, safeai, speculators
 from models.export.folder import CONFIG, NOTES
 from models.export.native import (
     StoredHead,
@@ -42,6 +42,9 @@ def peek(source: Path | str) -> str:
     if not weights.is_file() or not (source / CONFIG).is_file():
         safeai.read_folder(source)  # says what is missing
     names, values = tensor_names(weights), read_config(source / CONFIG)
+    if speculators.TYPE in values:
+        speculators.check_type(values, source)
+        return "eagle3"
     if medusa.is_medusa(names, values):
         return "medusa"
     if any(name.startswith("midlayer.") for name in names):
@@ -79,6 +82,8 @@ def read_any(source: Path | str, verifier) -> StoredHead:
         check_verifier(stored, verifier)
         return stored
     layout = {"eagle1": eagle1, "eagle3": safeai, "medusa": medusa}[peek(source)]
+    if speculators.TYPE in read_config(source / CONFIG):
+        layout = speculators
     stored = layout.read(source, VerifierCard.of(verifier), verifier.embedding_VD)
     config, geometry = stored.config, verifier.head_geometry
     for name in ("hidden_size", "vocab_size"):
