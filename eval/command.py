@@ -26,9 +26,8 @@ from eval.speculative.scorers import ModelScorer, TreeDrafter, drafter_for
 from eval.speculative.shapes import FixedTree, GrowingShape, Shape
 from eval.tables import alpha_tables
 from models.draft_model import DraftModel
-from models.export.folder import WEIGHTS as PUBLISHED_WEIGHTS
 from models.export.native import WEIGHTS, StoredHead, attach, head_folder, load_head, read_head
-from models.export.warm import chance_warning, is_published, layers_wanted, named_verifier, read_any
+from models.export.warm import chance_warning, is_published, layers_wanted, named_verifier, read_any, weights_file
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ def load_candidate(cfg) -> tuple[Verifier, Candidate]:
         return verifier, Candidate(None, drafter, cfg.draft, model.weights_hash)
     verifier = Verifier.load(dtype=cfg.decode.dtype, aux_layers=layers_wanted(run), **options)
     head = attach(read_any(run, verifier), verifier, verifier.dtype)
-    return verifier, candidate_of(head, run, run / PUBLISHED_WEIGHTS)
+    return verifier, candidate_of(head, run, weights_file(run))
 
 
 def candidate_of(head: torch.nn.Module, run: Path, weights: Path | None = None) -> Candidate:

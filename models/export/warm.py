@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from conf.errors import UserError
-from models.export import eagle1, medusa, safeai, speculators
+from models.export import eagle1, gguf, medusa, safeai, speculators
 from models.export.folder import CONFIG, NOTES
 from models.export.native import (
     StoredHead,
@@ -30,14 +30,26 @@ def is_published(source: Path | str) -> bool:
     try:
         head_folder(source)
     except UserError:
-        return (source / CONFIG).is_file() and "format" not in read_config(source / CONFIG)
+        return is_gguf(source) or ((source / CONFIG).is_file() and "format" not in read_config(source / CONFIG))
     return False
+
+
+def is_gguf(source: Path) -> bool:
+    """Whether a folder holds a GGUF file and nothing else that may be a head."""
+    return not (source / CONFIG).is_file() and gguf.gguf_file(source) is not None
+
+
+def weights_file(source: Path) -> Path:
+    """The file with the tensors of a published head."""
+    return gguf.gguf_file(source) if is_gguf(source) else medusa.weights_file(source)
 
 
 def peek(source: Path | str) -> str:
     """The kind of a published head, "eagle1", "eagle3" or "medusa", from its tensors' names and its config's
     model_type. UserError when it is none of them."""
     source = Path(source).expanduser()
+    if is_gguf(source):
+        return gguf.kind(source)
     weights = medusa.weights_file(source)
     if not weights.is_file() or not (source / CONFIG).is_file():
         safeai.read_folder(source)  # says what is missing
@@ -61,13 +73,17 @@ def layers_wanted(source: Path | str) -> list[int] | None:
     """`verifier.aux_layers` for a published head: what it names, or the default of its kind."""
     if peek(source) in ("eagle1", "medusa"):
         return [-1]
+    if is_gguf(Path(source).expanduser()):
+        return gguf.named_layers(source)
     layers = safeai.named_layers(read_config(Path(source).expanduser() / CONFIG))
     return None if layers is None else list(layers)
 
 
 def named_verifier(source: Path | str) -> str | None:
     """The verifier that a serving layout of our own was exported for; None for one from elsewhere."""
-    return (read_config(Path(source).expanduser() / CONFIG).get(NOTES) or {}).get("verifier", {}).get("name")
+    source = Path(source).expanduser()
+    notes = gguf.read_notes(source) if is_gguf(source) else read_config(source / CONFIG).get(NOTES) or {}
+    return notes.get("verifier", {}).get("name")
 
 
 def read_any(source: Path | str, verifier) -> StoredHead:
@@ -82,7 +98,9 @@ def read_any(source: Path | str, verifier) -> StoredHead:
         check_verifier(stored, verifier)
         return stored
     layout = {"eagle1": eagle1, "eagle3": safeai, "medusa": medusa}[peek(source)]
-    if speculators.TYPE in read_config(source / CONFIG):
+    if is_gguf(source):
+        layout = gguf
+    elif speculators.TYPE in read_config(source / CONFIG):
         layout = speculators
     stored = layout.read(source, VerifierCard.of(verifier), verifier.embedding_VD)
     config, geometry = stored.config, verifier.head_geometry

