@@ -10,7 +10,7 @@ from eval.measure import TIE, PromptRun
 from eval.serving.client import Completion
 from eval.serving.metrics import Tally
 from eval.speculative.loop import top_two_gap
-from models.export.warm import CHANCE, ENOUGH
+from models.export.warm import CHANCE
 
 CLOSE = 0.01  # of tau, relative; of a position's acceptance, absolute
 FLIPS = 2  # drafts that may fall otherwise in float rounding, whatever CLOSE says
@@ -195,7 +195,7 @@ def shape_cause(evidence: Evidence) -> str:
         return ""
     shown = ", ".join(f"{a:.3f} for {b:.3f}" for a, b in pairs)
     first, ours = pairs[0]
-    if drafts >= ENOUGH and ours > 2 * CHANCE and first < max(CHANCE, ours / 5):
+    if lower(first, ours, drafts) and first < max(CHANCE, ours / 5):
         return (
             f"captured layers one off, or the vocabulary map: no depth is better than chance ({shown}); "
             "else tensors that the engine did not load"
