@@ -11,7 +11,14 @@ demo bench: export MALLOC_MMAP_THRESHOLD_ := 4294967296
 demo bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench test exactness check clean
+# make serve-check HEADS=outputs/eagle3_llama/TIME     a head of yours, in place of small ones that are trained first
+HEADS ?= $(addprefix outputs/serve-check/,eagle3 eagle1 medusa)
+ENGINES ?= vllm openvino llamacpp
+space := $(subst ,, )
+comma := ,
+
+.PHONY: help setup demo bench test exactness serve-check check clean
+.PRECIOUS: outputs/serve-check/% .engines/%/.done
 
 help: ## this page
 	@echo "Eyrie trains EAGLE draft heads and measures the acceptance they will get. Begin with: make demo"
@@ -40,6 +47,16 @@ test: setup ## the whole test suite
 
 exactness: setup ## the exactness suite with its calibration over 500 seeds, and SmolLM2 by every drafter: half an hour
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_exactness.py tests/test_identity.py tests/test_acceptance.py
+
+serve-check: setup $(ENGINES:%=.engines/%/.done) $(HEADS) ## real engines with our exports against our own loop (engines are installed first)
+	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]
+
+.engines/%/.done: eval/serving/engines/%.sh
+	PYTHON=$(PYTHON) sh $< $(@D)
+	@touch $@
+
+outputs/serve-check/%: | $(STAMP)
+	$(BIN)/python -m train experiment=$*_llama budget=demo evaluation.limit=1 hydra.run.dir=$@
 
 check: setup ## ruff, the import arrow, every configuration composed
 	$(BIN)/ruff check .

@@ -83,6 +83,12 @@ class Verifier:
         verifier._files = loaded.weight_files
         return verifier
 
+    def capturing(self, aux_layers: Sequence[int]) -> Verifier:
+        """The same model with other captured layers; weights are shared."""
+        other = Verifier(self.model, self.tokenizer, self.name, aux_layers)
+        other._files = self._files
+        return other
+
     @torch.no_grad()
     def _try_out(self) -> None:
         """Two tokens with a cache and two without: what this model cannot do is said before any work is begun."""

@@ -5,9 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eval.command import Candidate
+from eval.counts import pool
+from eval.measure import EvalSettings
+from eval.prompts import Prompt
 from eval.serving.certificate import certify
 from eval.serving.engine import EngineRun
 from eval.serving.faults import READINGS, possible
+from eval.serving.metrics import Tally
+from eval.serving.online import known_faults, our_runs
+from eval.serving.suspects import suspects
 from eval.speculative.loop import decode_batch
 from eval.speculative.processors import Sampling
 from eval.speculative.scorers import drafter_for
@@ -159,3 +166,59 @@ def test_faults_that_cannot_be():
     assert sorted(reading.pairing for reading in possible(eagle1, 8).values()) == [0, 1, 1]
     assert {reading.shift for reading in possible(medusa, 8).values()} == {-1, 0}
     assert len(possible(medusa, 8)) == 4
+
+
+@torch.no_grad()
+def followed_by(verifier, head):
+    """Texts whose every token is the head's first draft: that depth is always accepted, the later ones are not."""
+    texts = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(40):
+            states = torch.tensor([ids])
+            aux = verifier.capture(states, states * 0, torch.arange(len(ids))[None]).aux_BTAD[:, :-1]
+            out = head.step(states[:, 1:], head.fuse(aux), head.new_cache(1, len(ids)))
+            ids.append(int(head.vocab.ids_R[head.logits(out)[0, -1].argmax()]))
+        texts.append(ids[len(prompt) :])
+    return texts
+
+
+def rates_of(run):
+    """Acceptance by position of these drafts on these texts, call by call, and how many calls."""
+    hits, calls = [0] * DEPTH, 0
+    for text, rounds in zip(run.texts, run.rounds, strict=True):
+        at, drafts = 1, dict(rounds)
+        while at in drafts:
+            accepted = 0
+            while accepted < DEPTH and drafts[at][accepted] == text[at + accepted]:
+                hits[accepted] += 1
+                accepted += 1
+            at, calls = at + accepted + 1, calls + 1
+    return [hit / calls for hit in hits]
+
+
+@pytest.mark.parametrize("name", [None, "one too late", "reverse order", "its own token"])
+def test_a_servers_rates_point_to_the_fault(name):
+    """All that a server tells is how often each draft is accepted."""
+    verifier, plain, head = tiny(AROUND), tiny(LAYERS), make("eagle3", tiny(LAYERS))
+    texts = followed_by(plain, head)
+    rounds = [[(at, []) for at in range(1, len(text) - DEPTH)] for text in texts]
+    along = EngineRun("toy", texts, 0, 0, 0, None, rounds, 1.0)
+    rates = rates_of(naive_run(verifier, head, along, **FAULTS.get(name, {})))
+    found = suspects(verifier, head, PROMPTS, texts, rates)
+    assert found == [] if name is None else any(name in fault for fault in found), (rates, found)
+    assert (rates[0] == 1) == (name is None)
+
+
+def test_a_server_that_differs_is_held_against_the_faults():
+    """The seam of `python -m eval serve=URL`: its verifier captures the head's layers alone."""
+    verifier, head = tiny(LAYERS), make("eagle3", tiny(LAYERS))
+    prompts = [Prompt(str(i), "toy", tuple(ids)) for i, ids in enumerate(PROMPTS)]
+    candidate = Candidate(head, lambda s: drafter_for(head, s.shape, s.sampling), "toy", None)
+    runs = our_runs(verifier, candidate, prompts, EvalSettings(FixedTree.chain(DEPTH), max_new_tokens=24))
+    counts = pool(run.counts for run in runs)
+    as_measured = Tally(counts.verify_calls, counts.drafted, counts.accepted, tuple(counts.accepted_by_depth))
+    assert known_faults(verifier, candidate, runs, as_measured) == []
+    always = Tally(counts.verify_calls, counts.drafted, counts.drafted, (counts.verify_calls,) * DEPTH)
+    assert known_faults(verifier, candidate, runs, always) == []  # no fault is that good
+    assert known_faults(verifier, Candidate(None, candidate.drafter, "toy", None), runs, always) == []

@@ -249,3 +249,16 @@ def test_layer_weights_come_under_plain_names():
     geometry = gemma.head_geometry
     assert geometry["hidden_act"] == "gelu_pytorch_tanh" and geometry["rope_parameters"]["rope_theta"] == 10000.0
     assert (geometry["head_dim"], geometry["num_key_value_heads"], geometry["vocab_size"]) == (16, 2, 512)
+
+
+def test_the_same_model_with_other_captured_layers():
+    """Both go on working side by side, on one set of weights."""
+    verifier = tiny_verifier("llama", layers=8, hidden=32, vocab=300, aux_layers=(2, 5))
+    other = verifier.capturing((1, 2, 8))
+    assert other.embedding_VD is verifier.embedding_VD and other.weights_hash == verifier.weights_hash
+    ids = torch.arange(6)[None]
+    one, two = (v.capture(ids, ids * 0, ids) for v in (verifier, other))
+    assert one.aux_BTAD.shape[2] == 2 and two.aux_BTAD.shape[2] == 3
+    assert torch.equal(one.aux_BTAD[:, :, 0], two.aux_BTAD[:, :, 1]) and torch.equal(
+        two.aux_BTAD[:, :, 2], two.last_BTD
+    )

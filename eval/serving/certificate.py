@@ -107,17 +107,15 @@ def cause_of(verifier, head, prompts, run: EngineRun, others: Sequence[Pair]) ->
 def compare(verifier, head, prompts: Sequence[Sequence[int]], run: EngineRun, reading: Reading):
     """Yields for each prompt its list of Pair, rounds ascending."""
     place = [verifier.aux_layers.index(layer) for layer in reading.layers(head.config.aux_layers)]
-    token_R = reading.tokens(head.vocab.ids_R)
+    token_R = reading.tokens(head.vocab)
     column = {token: column for column, token in enumerate(token_R.tolist())}
-    along = _medusa_logits if head.config.kind == "medusa" else _eagle_logits
     for index, (prompt, text, rounds) in enumerate(zip(prompts, run.texts, run.rounds, strict=True)):
-        ids_1T = torch.tensor([[*prompt, *text]])
-        captured = verifier.capture(ids_1T, torch.zeros_like(ids_1T), torch.arange(ids_1T.shape[1])[None])
         # A cut text ends before the last calls' drafts do; only prefixes count, and those are all there.
+        ids, drafts = [*prompt, *text], [drafted for _, drafted in rounds]
+        aux_1TAD = states_along(verifier, ids)[:, :, place]
         starts = [len(prompt) + emitted for emitted, _ in rounds]
-        drafts = [drafted for _, drafted in rounds]
         pairs = []
-        for r, logits_KR in enumerate(along(head, reading, captured.aux_BTAD[:, :, place], ids_1T, starts, drafts)):
+        for r, logits_KR in enumerate(logits_along(head, reading, aux_1TAD, ids, starts, drafts)):
             for depth, (logits_R, theirs) in enumerate(zip(logits_KR, drafts[r], strict=True), start=1):
                 top = int(logits_R.argmax())
                 gap = float(logits_R[top] - logits_R[column[theirs]]) if theirs in column else float("inf")
@@ -125,17 +123,29 @@ def compare(verifier, head, prompts: Sequence[Sequence[int]], run: EngineRun, re
         yield pairs
 
 
-def _eagle_logits(head, reading: Reading, aux_1TAD: Tensor, ids_1T: Tensor, starts: list[int], drafts) -> list[Tensor]:
-    """Draft logits [K, R] behind each prefix of starts[r] tokens, led along drafts[r].
+def states_along(verifier, ids: Sequence[int]) -> Tensor:
+    """The captured states [1, T, A, D] of one sequence."""
+    ids_1T = torch.tensor([list(ids)])
+    return verifier.capture(ids_1T, torch.zeros_like(ids_1T), torch.arange(len(ids))[None]).aux_BTAD
 
-    One pass over all true rows gives every first draft. The others are made from the last prefix to the first: a cache
-    that is cut back to a prefix still holds the true rows of all shorter ones.
+
+def logits_along(
+    head, reading: Reading, aux_1TAD: Tensor, ids: Sequence[int], starts: Sequence[int], drafts: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Draft logits [K, R] behind each prefix of starts[r] tokens, ascending, led along the K tokens of drafts[r].
+
+    A draft of -1 follows the head's own choice instead. One pass over all true rows gives every first draft. The others
+    are made from the last prefix to the first: a cache that is cut back to a prefix still holds the true rows of all
+    shorter ones.
     """
     if not starts:
         return []
-    read, rows = reading.of(head), max(starts) - 1
+    if head.config.kind == "medusa":  # reads the last processed row alone
+        outs = [head.outputs(head.fuse(aux_1TAD[:, n - 2]), len(row)) for n, row in zip(starts, drafts, strict=True)]
+        return [torch.cat([head.logits(out_1D) for out_1D in row]) for row in outs]
+    read, rows, token_R = reading.of(head), max(starts) - 1, reading.tokens(head.vocab)
     cache = read.new_cache(1, rows + max(map(len, drafts)))
-    token_1T = ids_1T[:, reading.pairing : rows + reading.pairing].to(aux_1TAD.device)
+    token_1T = torch.tensor([list(ids)[reading.pairing : rows + reading.pairing]], device=aux_1TAD.device)
     out_1TD = read.step(token_1T, read.fuse(aux_1TAD[:, :rows]), cache)
     found = []
     for start, drafted in reversed(list(zip(starts, drafts, strict=True))):
@@ -144,18 +154,10 @@ def _eagle_logits(head, reading: Reading, aux_1TAD: Tensor, ids_1T: Tensor, star
         logits = [read.logits(out_11D)[0, 0]]
         for depth, token in enumerate(drafted[:-1], start=1):
             read.rotary.back = depth if reading.still else 0
+            token = int(token_R[logits[-1].argmax()]) if token < 0 else token
             token_11 = torch.tensor([[token]], device=aux_1TAD.device)
             out_11D = read.step(token_11, read.feedback(out_11D), cache)
             logits.append(read.logits(out_11D)[0, 0])
         read.rotary.back = 0
         found.append(torch.stack(logits))
     return found[::-1]
-
-
-def _medusa_logits(head, reading: Reading, aux_1TAD: Tensor, ids_1T: Tensor, starts: list[int], drafts) -> list[Tensor]:
-    """The same of Medusa's heads, which read the last processed row alone."""
-    found = []
-    for start, drafted in zip(starts, drafts, strict=True):
-        hidden_1D = head.fuse(aux_1TAD[:, start - 2])
-        found.append(torch.cat([head.logits(out) for out in head.outputs(hidden_1D, len(drafted))]))
-    return found

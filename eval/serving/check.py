@@ -133,7 +133,7 @@ def check_head(cfg, run: Path, engines: dict[str, tuple[Engine, Path]], out: Pat
     ours = {depth: our_loop(cfg, verifier, head, prompts, depth) for depth in cfg.depths}
     near = {layer + step for layer in stored.config.aux_layers for step in (-1, 0, 1)}
     layers = sorted(layer for layer in near if 0 <= layer <= card.num_layers)
-    around = Verifier.load(card.name, dtype=cfg.dtype, device="cpu", aux_layers=layers)
+    around = verifier.capturing(layers)
     job = Job(
         verifier=engine_source(card.name),
         head=None,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from models.vocab import DraftVocab
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -37,10 +39,11 @@ class Reading:
         layers = tuple(layer + self.shift for layer in aux_layers)
         return layers[::-1] if self.backwards else layers
 
-    def tokens(self, ids_R: Tensor) -> Tensor:
-        """The token that each column of the draft logits becomes."""
-        column_R = torch.arange(len(ids_R))
-        return {"offsets": ids_R, "none": column_R, "ids": ids_R - column_R, "twice": column_R + ids_R}[self.map]
+    def tokens(self, vocab: DraftVocab) -> Tensor:
+        """The token that each column of the draft logits becomes; one past the vocabulary's end stays at its end."""
+        ids_R, column_R = vocab.ids_R, torch.arange(len(vocab))
+        read = {"offsets": ids_R, "none": column_R, "ids": vocab.d2t, "twice": column_R + ids_R}
+        return read[self.map].clamp_max(vocab.vocab_size - 1)
 
     def of(self, head: torch.nn.Module) -> torch.nn.Module:
         """An EAGLE head that computes as this reading does; weights are shared with `head`."""

@@ -25,6 +25,7 @@ from eval.measure import EvalSettings, PromptRun, replay_prompts, run_prompts, u
 from eval.prompts import Prompt, load_prompts, read_suite
 from eval.serving.client import Completion, Server
 from eval.serving.metrics import Snapshot, Tally, depth_of, difference, pooled, tally_of
+from eval.serving.suspects import suspects
 from eval.serving.verdict import Evidence, Template, Verdict, compare_texts, judge, likely_causes, remarks
 from eval.speculative.shapes import FixedTree
 from eval.tables import number, span
@@ -80,6 +81,8 @@ def serve(cfg) -> Outcome:
         trees=bool(warm.steps and warm.draft_tokens and warm.draft_tokens > warm.steps + 1),
     )
     verdict = judge(evidence)
+    if not verdict.same:
+        evidence = replace(evidence, faults=known_faults(verifier, candidate, runs, tally))
     run = Path(cfg.run or cfg.draft).expanduser()
     record = {
         "server": server.url,
@@ -227,6 +230,19 @@ def our_runs(verifier, candidate: Candidate, prompts: Sequence[Prompt], settings
     decode = replay_prompts if settings.replay else run_prompts
     with use_threads(settings.threads):
         return decode(verifier, candidate.drafter(settings), prompts, settings, True)
+
+
+def known_faults(verifier, candidate: Candidate, runs: Sequence[PromptRun], tally: Tally) -> list[str]:
+    """The known faults of engines that would give the server's acceptance by position; none where it doesn't tell."""
+    head = candidate.head
+    if head is None or head.config.kind == "independent" or not tally.by_position:
+        return []
+    log.info("acceptance differs: running the known faults over the same texts")
+    near = {layer + step for layer in head.config.aux_layers for step in (-1, 0, 1)}
+    layers = sorted(layer for layer in near if 0 <= layer <= verifier.num_layers)
+    around = verifier.capturing(layers)
+    prompts, texts = [run.prompt.input_ids for run in runs], [run.speculative.tokens for run in runs]
+    return suspects(around, head, prompts, texts, tally.rates)
 
 
 def report(
