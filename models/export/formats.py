@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
-from models.export import eagle1, gguf, medusa, safeai, speculators, trtllm
+from models.export import eagle1, gguf, medusa, openvino, safeai, speculators, trtllm
 from models.export.native import StoredHead
 from models.verifier import Verifier
 
@@ -30,6 +30,7 @@ FORMATS: dict[str, dict[str, Format]] = {
         **{name: Format(safeai.write) for name in ("safeai", "vllm", "sglang")},
         "speculators": Format(speculators.write, needs_verifier=True),
         "gguf": Format(gguf.write, needs_verifier=True),
+        "openvino": Format(openvino.write, needs_verifier=True),
         "trtllm": Format(trtllm.write_eagle3),
     },
     "eagle1": {
