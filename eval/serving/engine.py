@@ -74,7 +74,8 @@ class EngineRun:
 def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **more: object) -> EngineRun:
     """Runs eval/serving/engines/`worker` by `command` (the engine's Python) on the job; its log is kept in `folder`.
 
-    more: what this worker alone asks for. Raises UserError with the log's last line when it fails.
+    more: what a worker asks for beside the job, or in another form: `program`, its server; `verifier`, a file.
+    Raises UserError with the log's last line when it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ask, answer, log = folder / "job.json", folder / "result.json", folder / "log.txt"

@@ -68,6 +68,15 @@ def wait(server, port, patience=300):
     sys.exit(f"llama-server was not ready within {patience} s; see llama-server.log")
 
 
+def stop(server):
+    """As Ctrl-C does, so that the log is written out."""
+    server.send_signal(signal.SIGINT)
+    try:
+        server.wait(60)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
 def counters(text):
     """The speculative counters of /metrics by their names' middle; positions as a list."""
     found, positions = {}, {}
@@ -116,9 +125,10 @@ def main(job_file, result_file):
         answers = [json.loads(ask(port, "/completion", {"prompt": ids} | settings)) for ids in job["prompts"]]
         seconds = time.perf_counter() - begun
         found, by_position = counters(ask(port, "/metrics"))
+    except (urllib.error.URLError, ConnectionError) as error:
+        sys.exit(f"llama-server failed at a request ({error}); see {log}")
     finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(60)
+        stop(server)
     with open(log, errors="replace") as stream:
         lines = stream.readlines()
     ends = {int(match[1]) for line in lines if (match := EOG.search(line))}

@@ -1,0 +1,143 @@
+"""What `make serve-check` finds of one engine, head and draft length, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from eval.counts import pool
+from eval.measure import PromptRun
+from eval.serving.certificate import Certificate
+from eval.serving.engine import EngineRun
+from eval.tables import number
+
+BAR = 1.0  # percent between the engine's tau and ours
+HEADER = (
+    "engine",
+    "head",
+    "K",
+    "text as without drafts",
+    "text as ours",
+    "engine tau",
+    "our tau",
+    "difference",
+    "by position, engine",
+    "by position, ours",
+    "equal drafts",
+    "passes",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine with one head and draft length. same_text: prompts whose text is the engine's own without drafts.
+
+    by_position: acceptance of draft n, the engine's and ours.
+    """
+
+    engine: str
+    head: str
+    kind: str
+    depth: int
+    prompts: int
+    same_text: int
+    same_as_ours: int
+    tau: float | None
+    our_tau: float | None
+    by_position: list[float | None] | None
+    our_by_position: list[float | None]
+    certificate: Certificate | None
+    tokens_per_second: float | None
+    plain_tokens_per_second: float | None
+
+    @property
+    def percent(self) -> float | None:
+        """The engine's tau over ours."""
+        return 100 * (self.tau / self.our_tau - 1) if self.tau and self.our_tau else None
+
+    @property
+    def apart(self) -> float | None:
+        """The largest difference of acceptance by position."""
+        pairs = zip(self.by_position or [], self.our_by_position, strict=bool(self.by_position))
+        return max((abs((a or 0) - (b or 0)) for a, b in pairs), default=None)
+
+    @property
+    def passes(self) -> bool:
+        sure = self.certificate is None or self.certificate.holds
+        return self.same_text == self.prompts and self.percent is not None and abs(self.percent) <= BAR and sure
+
+
+def row_of(
+    name: str,
+    head: str,
+    kind: str,
+    depth: int,
+    plain: EngineRun,
+    drafted: EngineRun,
+    ours: Sequence[PromptRun],
+    certificate: Certificate | None,
+) -> Row:
+    counts = pool(run.counts for run in ours)
+    return Row(
+        engine=f"{name} ({drafted.engine})",
+        head=head,
+        kind=kind,
+        depth=depth,
+        prompts=len(ours),
+        same_text=sum(one == other for one, other in zip(drafted.texts, plain.texts, strict=True)),
+        same_as_ours=sum(text == run.speculative.tokens for text, run in zip(drafted.texts, ours, strict=True)),
+        tau=drafted.tau,
+        our_tau=counts.tau,
+        by_position=drafted.by_position,
+        our_by_position=counts.accepted_by_position,
+        certificate=certificate,
+        tokens_per_second=drafted.tokens_per_second,
+        plain_tokens_per_second=plain.tokens_per_second,
+    )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One row of the table."""
+    found = row.certificate
+    ties = f", {found.ties} at ties" if found and found.ties else ""
+    return (
+        row.engine,
+        row.kind,
+        str(row.depth),
+        f"{row.same_text} of {row.prompts}",
+        f"{row.same_as_ours} of {row.prompts}",
+        number(row.tau, 4),
+        number(row.our_tau, 4),
+        number(row.percent, 2) + " %",
+        " ".join(number(value) for value in row.by_position) if row.by_position else "-",
+        " ".join(number(value) for value in row.our_by_position),
+        f"{found.equal} of {found.compared}{ties}" if found else "-",
+        "yes" if row.passes else "NO",
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All rows for the terminal."""
+    shown_table = Table(title="engines with our exports, chain, temperature 0")
+    for name in HEADER:
+        shown_table.add_column(name)
+    for row in rows:
+        shown_table.add_row(*cells(row))
+    return shown_table
+
+
+def reason(row: Row) -> str:
+    """Why a row does not pass."""
+    where, found = f"{row.engine} with {row.kind} at K = {row.depth}", row.certificate
+    if found and not found.holds:
+        return f"{where} drafts otherwise: {found.cause or 'nothing was compared'}"
+    if row.same_text < row.prompts:
+        return f"{where}: {row.prompts - row.same_text} texts are other than without drafts"
+    return f"{where}: tau is {number(row.percent, 2)} % from ours, and {BAR:g} % are allowed"
+
+
+def record(row: Row) -> dict:
+    """A row as JSON."""
+    return asdict(row) | {"percent": row.percent, "apart": row.apart, "passes": row.passes}
