@@ -92,7 +92,7 @@ def write(
     _check(tensors, config, "export")
     writer = gguf.GGUFWriter(None, ARCHITECTURE)
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(f"EAGLE-3 head for {stored.verifier.name}")
+    writer.add_name(f"EAGLE-3 head for {Path(stored.verifier.name).name}")
     for key, value in keys_of(config).items():
         add_value(writer, f"{ARCHITECTURE}.{key}", value)
     writer.add_file_type(FILE_TYPES[dtype])
@@ -142,7 +142,8 @@ def rope_factors(config: Eagle3Config) -> Tensor | None:
     if rope.get("rope_type") != "llama3":
         return None
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    turns = rope["original_max_position_embeddings"] / (2 * torch.pi) / rope["rope_theta"] ** exponent
+    wavelength = 2 * torch.pi / (1 / rope["rope_theta"] ** exponent)  # rounded as the converter's, to the last bit
+    turns = rope["original_max_position_embeddings"] / wavelength
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - kept) / rope["factor"] + kept)
