@@ -385,7 +385,7 @@ HTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_
 
 
 def worker():
-    file = Path("eval/serving/engines/llamacpp.py")
+    file = Path("eval/serving/engines/llamacpp_worker.py")
     spec = importlib.util.spec_from_file_location("llamacpp_worker", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -400,7 +400,7 @@ def test_the_worker_collects_texts_counters_and_drafts(tmp_path, with_head):
     binary.chmod(0o755)
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "head.gguf").touch()
-    job = {"binary": str(binary), "verifier": "v.gguf", "head": str(tmp_path / "head") if with_head else None}
+    job = {"program": str(binary), "verifier": "v.gguf", "head": str(tmp_path / "head") if with_head else None}
     job |= {"method": "eagle3", "depth": 2, "dtype": "float32", "threads": 1, "prompts": [[1, 2, 3]]}
     job |= {"max_new_tokens": 4, "stop_ids": [2]}
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -420,7 +420,7 @@ def test_the_worker_collects_texts_counters_and_drafts(tmp_path, with_head):
 
 
 def test_the_worker_asks_for_exactly_the_jobs_chain():
-    job = {"binary": "b", "verifier": "v.gguf", "head": "h.gguf", "depth": 3, "dtype": "bfloat16", "threads": 2}
+    job = {"program": "b", "verifier": "v.gguf", "head": "h.gguf", "depth": 3, "dtype": "bfloat16", "threads": 2}
     words = worker().command(job | {"prompts": [[1, 2]], "max_new_tokens": 8}, 1234)
     pairs = dict(zip(words, words[1:], strict=False))
     assert pairs["--spec-type"] == "draft-eagle3" and pairs["-md"] == "h.gguf" and pairs["-np"] == "1"

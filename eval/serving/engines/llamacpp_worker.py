@@ -1,6 +1,6 @@
-"""Greedy decoding by llama.cpp's server with an EAGLE-3 head:  PYTHON llamacpp.py JOB.json RESULT.json
+"""Greedy decoding by llama.cpp's server with an EAGLE-3 head:  PYTHON llamacpp_worker.py JOB.json RESULT.json
 
-The job (eval.serving.engine says what is in it) also names the server, "binary"; its verifier and head are GGUF files,
+The job (eval.serving.engine says what is in it) also names the server, "program"; its verifier and head are GGUF files,
 or folders with one. Any Python will do: nothing but the standard library is imported. Counters are those of /metrics;
 the drafts of each verify call are told by the debug log alone, which is kept beside the result as llama-server.log.
 """
@@ -36,7 +36,7 @@ def command(job, port):
     """The server's command line: one text at a time, nothing kept between prompts, caches in the job's dtype."""
     threads, cache = str(job["threads"]), CACHE[job["dtype"]]
     context = max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * (job["depth"] + 2)
-    words = [job["binary"], "-m", gguf(job["verifier"]), "--host", "127.0.0.1", "--port", str(port)]
+    words = [job["program"], "-m", gguf(job["verifier"]), "--host", "127.0.0.1", "--port", str(port)]
     words += ["-np", "1", "-c", str(context), "-t", threads, "-tb", threads, "-fa", "off", "-ctk", cache, "-ctv", cache]
     words += ["--cache-ram", "0", "--no-warmup", "--metrics", "--log-verbosity", "5"]
     if job["head"]:
