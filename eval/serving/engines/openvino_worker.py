@@ -1,10 +1,10 @@
 """Greedy decoding by OpenVINO GenAI with an exported head, run by its own Python:
-PYTHON openvino_genai_worker.py JOB.json RESULT.json
+PYTHON openvino_worker.py JOB.json RESULT.json
 
-Models are OpenVINO IR: a folder with `openvino_model.xml`, in it or in its `ir/`. Any other verifier is converted by the
-environment's optimum-cli first, uncompressed. Verify calls and acceptance by position are counted from the tokens
-that each step hands out; the totals of drafted and accepted tokens are the engine's, which leaves out accepted drafts
-of a call that ends the text. Which tokens were drafted it doesn't tell. Imports nothing of Eyrie.
+Models are OpenVINO IR: a folder with `openvino_model.xml`, in it or in its `ir/`. Any other verifier is converted by
+the environment's optimum-cli first, uncompressed. Verify calls and acceptance by position are counted from the tokens
+that each step hands out; the totals of drafted and accepted tokens are the engine's, which leave out accepted drafts of
+a call that ends the text. Which tokens were drafted it doesn't tell. Imports nothing of Eyrie.
 """
 
 import json
@@ -38,10 +38,7 @@ def main(job_file, result_file):
 
     head = job["head"] and ir(job["head"])
     if job["head"] and (job["method"] != "eagle3" or not head):
-        what = "its openvino_model.xml" if job["method"] == "eagle3" else job["method"]
-        sys.exit(
-            f"expected an EAGLE-3 head exported with format=openvino and converted, found {job['head']}: no {what}"
-        )
+        sys.exit(f"expected an EAGLE-3 head as OpenVINO IR, found {job['method']} in {job['head']}: export it again")
 
     class Steps(openvino_genai.StreamerBase):
         """How many tokens each call of the verifier gave: the accepted drafts and its own."""
