@@ -22,13 +22,16 @@ from rich.console import Console
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
+from conf.schema import DecodeConf, EvalCommandConf
 from data.files import write_json
 from eval.command import shown
 from eval.measure import EvalSettings, PromptRun, run_prompts, use_threads
 from eval.prompts import Prompt, load_prompts
 from eval.serving.certificate import certify
 from eval.serving.engine import Job, run_engine
-from eval.serving.rows import BAR, HEADER, Row, cells, reason, record, row_of, table
+from eval.serving.online import serve
+from eval.serving.rows import BAR, HEADER, Row, cells, reason, record, row_of, row_of_server, table
+from eval.serving.server import vllm_server
 from eval.speculative.scorers import drafter_for
 from eval.speculative.shapes import FixedTree
 from eval.tables import markdown_table
@@ -44,15 +47,21 @@ FILE_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Engine:
-    """program: what must be there, below the engine's folder. formats: the export that it loads, by kind of head."""
+    """program: what must be there, below the engine's folder. formats: the export that it loads, by kind of head.
 
-    worker: str
+    worker: None is asked through its server.
+    """
+
+    worker: str | None
     program: str
     formats: dict[str, str]
 
 
+VLLM = {"eagle3": "vllm", "eagle1": "vllm", "medusa": "medusa"}
+SERVER = "_server"  # behind the name of an engine that is asked over HTTP
 ENGINES = {
-    "vllm": Engine("vllm_worker.py", "bin/python", {"eagle3": "vllm", "eagle1": "vllm", "medusa": "medusa"}),
+    "vllm": Engine("vllm_worker.py", "bin/python", VLLM),
+    "vllm_server": Engine(None, "bin/python", VLLM),
     "openvino": Engine("openvino_worker.py", "bin/python", {"eagle3": "openvino"}),
     "llamacpp": Engine("llamacpp_worker.py", "build/bin/llama-server", {"eagle3": "gguf"}),
 }
@@ -67,12 +76,12 @@ def check(cfg) -> Outcome:
         raise UserError(f"depths must be 1 or more, found {wrong[0]}")
     homes = {name: home_of(name, Path(cfg.environments)) for name in cfg.engines}
     out = Path(cfg.out or f"outputs/serve-check/{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    rows = []
+    rows, file = [], out / "serve_check.json"
     for run in map(Path, [cfg.runs] if isinstance(cfg.runs, str) else cfg.runs):
-        rows += check_head(cfg, run, homes, out)
-    file = out / "serve_check.json"
-    write_json(file, {"rows": [record(row) for row in rows], "bar_percent": BAR})
-    (out / "serve_check.md").write_text(markdown_table(HEADER, map(cells, rows)) + "\n")
+        for row in check_head(cfg, run, homes, out):
+            rows.append(row)
+            write_json(file, {"rows": [record(row) for row in rows], "bar_percent": BAR})
+            (out / "serve_check.md").write_text(markdown_table(HEADER, map(cells, rows)) + "\n")
     Console(stderr=cfg.json, width=160).print(table(rows))
     if failed := [row for row in rows if not row.passes]:
         raise UserError(f"{len(failed)} of {len(rows)} rows do not pass, {reason(failed[0])}; all of it is in {file}")
@@ -83,14 +92,14 @@ def home_of(name: str, environments: Path) -> Path:
     """The engine's folder. Raises UserError when there is no engine of that name, or it is not installed."""
     if name not in ENGINES:
         raise UserError(f"no engine '{name}'; there are: {', '.join(ENGINES)}")
-    home = environments / name
+    home = environments / name.removesuffix(SERVER)
     if not (home / ENGINES[name].program).is_file():
         raise UserError(f"expected {name} in {home}, found no {ENGINES[name].program}: make {home}/.done")
     return home.absolute()
 
 
-def check_head(cfg, run: Path, homes: dict[str, Path], out: Path) -> list[Row]:
-    """All engines that load this kind of head, at every draft length."""
+def check_head(cfg, run: Path, homes: dict[str, Path], out: Path) -> Iterator[Row]:
+    """All engines that load this kind of head, at every draft length; a row as soon as there is one."""
     stored = read_head(run)
     kind, card = stored.config.kind, stored.verifier
     homes = {name: home for name, home in homes.items() if kind in ENGINES[name].formats}
@@ -114,24 +123,36 @@ def check_head(cfg, run: Path, homes: dict[str, Path], out: Path) -> list[Row]:
         threads=cfg.threads or 1,
         batch=cfg.batch,
     )
-    rows = []
     for name, home in homes.items():
         engine, place = ENGINES[name], out / f"{name}-{kind}"
         with programs_of(home):
             write_export(stored, place / "head", engine.formats[kind], FILE_DTYPES[cfg.dtype], verifier)
+        job = replace(job, head=str((place / "head").absolute()))
+        if engine.worker is None:
+            for depth in cfg.depths:
+                log.info("%s: drafts of %d by %s", name, depth, shown(run))
+                yield served(cfg, name, run, home / engine.program, replace(job, depth=depth), place / f"depth-{depth}")
+            continue
         command = [str(home / engine.program)] if engine.program == "bin/python" else [sys.executable]
         more = {"verifier": verifier_gguf(home, job, out)} if name == "llamacpp" else {}
         more |= {"program": str(home / engine.program)}
         log.info("%s: %d prompts without drafts", name, len(prompts))
-        plain = run_engine(command, engine.worker, job, place / "plain", **more)
+        plain = run_engine(command, engine.worker, replace(job, head=None), place / "plain", **more)
         for depth in cfg.depths:
             log.info("%s: the same with drafts of %d by %s", name, depth, shown(run))
-            drafting = replace(job, head=str((place / "head").absolute()), depth=depth)
+            drafting = replace(job, depth=depth)
             drafted = run_engine(command, engine.worker, drafting, place / f"depth-{depth}", **more)
             certificate = certify(around, head, job.prompts, drafted) if drafted.rounds else None
-            rows.append(row_of(name, shown(run), kind, depth, plain, drafted, ours[depth], certificate))
-            log.info("%s", " | ".join(cells(rows[-1])))
-    return rows
+            yield row_of(name, shown(run), kind, depth, plain, drafted, ours[depth], certificate)
+
+
+def served(cfg, name: str, run: Path, python: Path, job: Job, place: Path) -> Row:
+    """The same through the engine's OpenAI server, as `python -m eval serve=URL` sees it."""
+    decode = DecodeConf(depth=job.depth, batch=cfg.batch, max_new_tokens=cfg.max_new_tokens, dtype=cfg.dtype)
+    with vllm_server(python, job, place) as url:
+        asked = EvalCommandConf(run=str(run), serve=url, serve_batch=cfg.batch, prompts=cfg.prompts, limit=cfg.limit,
+                                decode=decode, out=str(place), threads=cfg.threads, json=cfg.json)  # fmt: skip
+        return row_of_server(name, shown(run), job.method, serve(asked).values)
 
 
 @contextmanager

@@ -86,7 +86,11 @@ def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **mo
         call = [*command, str(WORKERS / worker), str(ask), str(answer)]
         done = subprocess.run(call, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode or not answer.is_file():
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1][:300] if lines else "no output"
-        raise UserError(f"{worker} ended with {done.returncode}: {last}; see {log}")
+        raise UserError(f"{worker} ended with {done.returncode}: {last_line(log)}; see {log}")
     return EngineRun(**json.loads(answer.read_text()))
+
+
+def last_line(log: Path) -> str:
+    """What a program said last."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"

@@ -32,7 +32,8 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One engine with one head and draft length. same_text: prompts whose text is the engine's own without drafts.
+    """One engine with one head and draft length. same_text: prompts whose text is the engine's own without drafts; of
+    a server, the verifier's own.
 
     by_position: acceptance of draft n, the engine's and ours.
     """
@@ -95,6 +96,27 @@ def row_of(
         certificate=certificate,
         tokens_per_second=drafted.tokens_per_second,
         plain_tokens_per_second=plain.tokens_per_second,
+    )
+
+
+def row_of_server(name: str, head: str, kind: str, values: dict) -> Row:
+    """From the values of a serve.json. Its texts are compared with the verifier's own, and its drafts can't be seen."""
+    theirs, ours = values["server_counts"], values["our_counts"]
+    return Row(
+        engine=f"{name} ({values['fingerprint'] or values['engine']})",
+        head=head,
+        kind=kind,
+        depth=values["depth"],
+        prompts=len(values["prompts"]),
+        same_text=values["identical_texts"],
+        same_as_ours=values["identical_texts"],
+        tau=theirs["tau"],
+        our_tau=ours["tau"],
+        by_position=theirs["accepted_by_position"],
+        our_by_position=ours["accepted_by_position"],
+        certificate=None,
+        tokens_per_second=values["tokens_per_second"]["server"],
+        plain_tokens_per_second=None,
     )
 
 
