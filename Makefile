@@ -13,7 +13,7 @@ demo bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
 .DEFAULT_GOAL := help
 # make serve-check HEADS=outputs/eagle3_llama/TIME     a head of yours, in place of small ones that are trained first
 HEADS ?= $(addprefix outputs/serve-check/,eagle3 eagle1 medusa)
-ENGINES ?= vllm openvino llamacpp
+ENGINES ?= vllm vllm_server openvino llamacpp
 space := $(subst ,, )
 comma := ,
 
@@ -48,7 +48,7 @@ test: setup ## the whole test suite
 exactness: setup ## the exactness suite with its calibration over 500 seeds, and SmolLM2 by every drafter: half an hour
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_exactness.py tests/test_identity.py tests/test_acceptance.py
 
-serve-check: setup $(ENGINES:%=.engines/%/.done) $(HEADS) ## real engines with our exports against our own loop (engines are installed first)
+serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) $(HEADS) ## real engines with our exports against our own loop (engines are installed first)
 	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]
 
 .engines/%/.done: eval/serving/engines/%.sh

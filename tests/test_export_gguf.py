@@ -239,7 +239,7 @@ def test_writing_refuses_what_it_cannot_name(verifier, stored, tmp_path):
     with pytest.raises(UserError, match="byte-level BPE tokens, found WordLevel"):
         layout.write(StoredHead.of(make_head(words), words), tmp_path, verifier=words)
     del stored.tensors["norm.weight"]
-    with pytest.raises(UserError, match="export: missing tensors output_norm.weight"):
+    with pytest.raises(UserError, match="export: missing tensors norm.weight"):
         layout.write(stored, tmp_path, verifier=verifier)
 
 

@@ -29,6 +29,7 @@ from eval.measure import EvalSettings, PromptRun, run_prompts, use_threads
 from eval.prompts import Prompt, load_prompts
 from eval.serving.certificate import certify
 from eval.serving.engine import Job, run_engine
+from eval.serving.metrics import pooled, tally_of
 from eval.serving.online import serve
 from eval.serving.rows import BAR, HEADER, Row, cells, reason, record, row_of, row_of_server, table
 from eval.serving.server import vllm_server
@@ -49,12 +50,13 @@ FILE_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 class Engine:
     """program: what must be there, below the engine's folder. formats: the export that it loads, by kind of head.
 
-    worker: None is asked through its server.
+    worker: None is asked through its server. rule: how it counts a text's last call (eval.serving.metrics).
     """
 
     worker: str | None
     program: str
     formats: dict[str, str]
+    rule: str = "whole"
 
 
 VLLM = {"eagle3": "vllm", "eagle1": "vllm", "medusa": "medusa"}
@@ -62,8 +64,8 @@ SERVER = "_server"  # behind the name of an engine that is asked over HTTP
 ENGINES = {
     "vllm": Engine("vllm_worker.py", "bin/python", VLLM),
     "vllm_server": Engine(None, "bin/python", VLLM),
-    "openvino": Engine("openvino_worker.py", "bin/python", {"eagle3": "openvino"}),
-    "llamacpp": Engine("llamacpp_worker.py", "build/bin/llama-server", {"eagle3": "gguf"}),
+    "openvino": Engine("openvino_worker.py", "bin/python", {"eagle3": "openvino"}, "cut"),
+    "llamacpp": Engine("llamacpp_worker.py", "build/bin/llama-server", {"eagle3": "gguf"}, "room"),
 }
 
 
@@ -140,10 +142,12 @@ def check_head(cfg, run: Path, homes: dict[str, Path], out: Path) -> Iterator[Ro
         plain = run_engine(command, engine.worker, replace(job, head=None), place / "plain", **more)
         for depth in cfg.depths:
             log.info("%s: the same with drafts of %d by %s", name, depth, shown(run))
-            drafting = replace(job, depth=depth)
-            drafted = run_engine(command, engine.worker, drafting, place / f"depth-{depth}", **more)
+            job = replace(job, depth=depth)
+            drafted = run_engine(command, engine.worker, job, place / f"depth-{depth}", **more)
             certificate = certify(around, head, job.prompts, drafted) if drafted.rounds else None
-            yield row_of(name, shown(run), kind, depth, plain, drafted, ours[depth], certificate)
+            by_rule = [tally_of(one.speculative, engine.rule, depth, cfg.max_new_tokens) for one in ours[depth]]
+            texts = [one.speculative.tokens for one in ours[depth]]
+            yield row_of(name, shown(run), job, plain, drafted, pooled(by_rule), texts, certificate)
 
 
 def served(cfg, name: str, run: Path, python: Path, job: Job, place: Path) -> Row:

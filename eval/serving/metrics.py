@@ -8,6 +8,7 @@ whole    vLLM: the scheduler counts a call when its result arrives, before the t
 room     llama.cpp: a draft is no longer than what may still be handed out, less the verifier's own token. With max
          tokens M and e emitted, M - e - 1 drafts at the most; with none left the call is an ordinary step and not
          counted. Nothing is cut at an end-of-turn token.
+cut      OpenVINO GenAI, as eval/serving/engines counts it: a call's tokens as they are handed out.
 handed   SGLang: no counter of accepted drafts. Its counters of finished requests give the tokens handed out; without
          the prefill's, and one a verify call, the rest was accepted: what was cut counts as rejected. No positions.
 
@@ -232,13 +233,16 @@ def tally_of(text: Decoded, rule: str, depth: int, max_new_tokens: int) -> Tally
     drafts, drafted, by_position, emitted = 0, 0, [0] * depth, 1
     for call in text.rounds:
         drawn = len(call.drafted)
+        accepted = call.accepted
+        if rule == "cut":
+            accepted = min(accepted, len(text.tokens) - emitted - 1)
         if rule == "room":
             drawn = min(drawn, max_new_tokens - emitted - 1)
         emitted += len(call.emitted)
         if drawn:
             drafts += 1
             drafted += drawn
-            for k in range(min(call.accepted, drawn)):
+            for k in range(min(accepted, drawn)):
                 by_position[k] += 1
     return Tally(drafts, drafted, sum(by_position), tuple(by_position))
 

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from eval.counts import pool
-from eval.measure import PromptRun
 from eval.serving.certificate import Certificate
-from eval.serving.engine import EngineRun
+from eval.serving.engine import EngineRun, Job
+from eval.serving.metrics import Tally
 from eval.tables import number
 
 BAR = 1.0  # percent between the engine's tau and ours
@@ -73,26 +72,26 @@ class Row:
 def row_of(
     name: str,
     head: str,
-    kind: str,
-    depth: int,
+    job: Job,
     plain: EngineRun,
     drafted: EngineRun,
-    ours: Sequence[PromptRun],
+    ours: Tally,
+    our_texts: Sequence[list[int]],
     certificate: Certificate | None,
 ) -> Row:
-    counts = pool(run.counts for run in ours)
+    """job: what `drafted` was asked. ours: our loop's counts, by the engine's rule."""
     return Row(
         engine=f"{name} ({drafted.engine})",
         head=head,
-        kind=kind,
-        depth=depth,
-        prompts=len(ours),
+        kind=job.method,
+        depth=job.depth,
+        prompts=len(job.prompts),
         same_text=sum(one == other for one, other in zip(drafted.texts, plain.texts, strict=True)),
-        same_as_ours=sum(text == run.speculative.tokens for text, run in zip(drafted.texts, ours, strict=True)),
+        same_as_ours=sum(one == other for one, other in zip(drafted.texts, our_texts, strict=True)),
         tau=drafted.tau,
-        our_tau=counts.tau,
+        our_tau=ours.tau,
         by_position=drafted.by_position,
-        our_by_position=counts.accepted_by_position,
+        our_by_position=ours.rates,
         certificate=certificate,
         tokens_per_second=drafted.tokens_per_second,
         plain_tokens_per_second=plain.tokens_per_second,

@@ -18,6 +18,7 @@ from torch import Tensor
 from conf.errors import UserError
 from models.export.native import StoredHead, VerifierCard, check_same, read_config, read_tensors
 from models.heads.config import LayerConfig
+from models.heads.start import check_vocab
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def head_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | No
 
     UserError for another verifier than the head's, and for values that are not finite, of which the first is named.
     """
+    check_vocab(stored.config, stored.vocab)
     for name, tensor in stored.tensors.items():
         if not tensor.is_floating_point():
             raise UserError(f"{name}: expected floating-point weights, found {tensor.dtype}: the head is broken")

@@ -82,7 +82,9 @@ def write(
         raise UserError("expected the verifier with its tokenizer, whose tokens the GGUF file names: pass it")
     check_same(stored.verifier, VerifierCard.of(verifier))
     config = _servable(stored)
-    tensors = {NAMES.get(name, name): tensor for name, tensor in head_tensors(stored, dtype, None).items()}
+    tensors = head_tensors(stored, dtype, None)
+    safeai.check(tensors | safeai.maps_of(stored.vocab), config, "export")  # by the head's own names
+    tensors = {NAMES.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = {name: _interleaved(name, t, config) if name in ROTATED else t for name, t in tensors.items()}
     tensors = {name: tensor.float() if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
     if not stored.vocab.is_identity:

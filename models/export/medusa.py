@@ -33,7 +33,6 @@ from models.export.folder import (
 )
 from models.export.native import StoredHead, VerifierCard, read_config, read_tensors
 from models.heads.medusa import MedusaConfig
-from models.heads.start import check_vocab
 from models.verifier import Verifier
 from models.vocab import DraftVocab
 
@@ -68,7 +67,6 @@ def write(
 
 def named_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | None) -> dict[str, Tensor]:
     """The head's weights in `dtype` by vLLM's names, the LM head with V rows. UserError for a broken head."""
-    check_vocab(stored.config, stored.vocab)
     tensors = head_tensors(stored, dtype, verifier)
     tensors.pop(EMBEDDING, None)
     tensors = {OURS.sub(r"blocks.\1.layers.\2.\3", name): tensor for name, tensor in tensors.items()}

@@ -46,7 +46,7 @@ def write(
     check_portable(stored)
     out = Path(out)
     tensors = head_tensors(stored, dtype, verifier)
-    tensors |= {"d2t": stored.vocab.d2t.clone(), "t2d": stored.vocab.t2d.clone()}
+    tensors |= safeai.maps_of(stored.vocab)
     safeai.check(tensors, stored.config, "export")
     values = safeai.config_json(stored, dtype)
     write_folder(out, tensors, values)

@@ -60,6 +60,11 @@ def expected_shapes(config: Eagle3Config) -> Shapes:
     return shapes
 
 
+def maps_of(vocab: DraftVocab) -> dict[str, Tensor]:
+    """d2t and t2d; nothing where R = V."""
+    return {} if vocab.is_identity else {"d2t": vocab.d2t.clone(), "t2d": vocab.t2d.clone()}
+
+
 def check(tensors: dict[str, Tensor], config: Eagle3Config, place: str) -> None:
     """UserError on an unknown or missing name, a wrong shape, or a wrong or mixed dtype."""
     optional = {EMBEDDING: (config.vocab_size, config.hidden_size)}
@@ -71,8 +76,7 @@ def write(
 ) -> Path:
     """Write the folder and return it. verifier: its embedding is written as well."""
     tensors = head_tensors(stored, dtype, verifier)
-    if not stored.vocab.is_identity:
-        tensors |= {"d2t": stored.vocab.d2t.clone(), "t2d": stored.vocab.t2d.clone()}
+    tensors |= maps_of(stored.vocab)
     check(tensors, stored.config, "export")
     return write_folder(out, tensors, config_json(stored, dtype))
 

@@ -53,8 +53,7 @@ def write(
     if verifier is None:
         raise UserError("expected the verifier, whose embedding is part of this layout, found none: pass it")
     tensors = _renamed(head_tensors(stored, dtype, verifier), OWN, THEIRS)
-    if not stored.vocab.is_identity:
-        tensors |= {"d2t": stored.vocab.d2t.clone(), "t2d": stored.vocab.t2d.clone()}
+    tensors |= safeai.maps_of(stored.vocab)
     embedding = {EMBEDDING: (stored.config.vocab_size, stored.config.hidden_size)}
     check_tensors(tensors, expected_shapes(stored.config) | embedding, {}, "export", MAPS)
     return write_folder(out, tensors, config_json(stored, dtype, verifier))

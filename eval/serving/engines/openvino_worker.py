@@ -2,9 +2,10 @@
 PYTHON openvino_worker.py JOB.json RESULT.json
 
 Models are OpenVINO IR: a folder with `openvino_model.xml`, in it or in its `ir/`. Any other verifier is converted by
-the environment's optimum-cli first, uncompressed. Verify calls and acceptance by position are counted from the tokens
-that each step hands out; the totals of drafted and accepted tokens are the engine's, which leave out accepted drafts of
-a call that ends the text. Which tokens were drafted it doesn't tell. Imports nothing of Eyrie.
+the environment's optimum-cli first, uncompressed. Verify calls and what each
+accepted are counted from the tokens that it hands out; the number of drafted tokens is the engine's own. (Its number of
+accepted ones leaves out those of a call that ends the text.) Which tokens were drafted it doesn't tell. Imports nothing
+of Eyrie.
 """
 
 import json
@@ -73,7 +74,7 @@ def main(job_file, result_file):
         config.eos_token_id = job["stop_ids"][0]
     else:
         config.ignore_eos = True
-    texts, calls, drafted, accepted = [], [], 0, 0
+    texts, calls, drafted = [], [], 0
     begun = time.perf_counter()
     for ids in job["prompts"]:
         steps = Steps()
@@ -82,14 +83,13 @@ def main(job_file, result_file):
         calls += steps.sizes[1:]  # the first is the prompt's
         if head:
             drafted += answer.extended_perf_metrics.get_num_draft_tokens()
-            accepted += answer.extended_perf_metrics.get_num_accepted_tokens()
     seconds = time.perf_counter() - begun
     result = {
         "engine": f"openvino-genai {openvino_genai.__version__}",
         "texts": texts,
         "verify_calls": len(calls) if head else 0,
         "drafted": drafted,
-        "accepted": accepted,
+        "accepted": sum(calls) - len(calls) if head else 0,
         "accepted_by_position": [sum(size > n for size in calls) for n in range(1, job["depth"] + 1)] if head else None,
         "rounds": None,
         "seconds": seconds,
