@@ -22,7 +22,7 @@ comma := ,
 
 help: ## this page
 	@echo "Eyrie trains EAGLE draft heads and measures the acceptance they will get. Begin with: make demo"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## virtual environment in .venv (pinned, editable), the verifier converted into the cache
 	@$(BIN)/python -c 'from models.embedded import folder; print("verifier:", folder())'

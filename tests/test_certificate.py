@@ -128,7 +128,7 @@ def test_every_known_fault_has_a_test():
 def test_a_fault_is_named(name):
     verifier = tiny(AROUND)
     head = make("eagle3", tiny(LAYERS))
-    healthy = loop_run(tiny(LAYERS), head)
+    healthy, names = loop_run(tiny(LAYERS), head), head.state_dict().keys()
     settings = dict(FAULTS[name])
     broken = make("eagle3", tiny(LAYERS))
     if feedback := settings.pop("feedback", None):
@@ -138,7 +138,9 @@ def test_a_fault_is_named(name):
         broken.project = lambda part, hidden: replace(plain(part, hidden), residual=broken.midlayer.hidden_norm(hidden))
     run = naive_run(verifier, broken, healthy, **settings)
     found = certify(verifier, head, PROMPTS, run)
-    assert not found.holds and name in found.cause, found.cause
+    assert not found.holds and name in found.cause and "none of" not in found.cause, found.cause
+    assert "100.0% of the engine's drafts" in found.cause
+    assert head.state_dict().keys() == names
     first = found.first
     assert run.rounds[first.prompt][first.round][1][first.depth - 1] == first.theirs != first.ours
 

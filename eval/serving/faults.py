@@ -50,7 +50,8 @@ class Reading:
         read = copy.copy(head)
         read.rotary = Standing(head.rotary)
         if self.other_feedback:
-            read.feedback = (lambda out: out) if head.config.norm_output else head.norm
+            # Functions, not modules: a module set here would join those of `head`, which are shared.
+            read.feedback = (lambda out: out) if head.config.norm_output else (lambda out: head.norm(out))
         if self.norm_first:
             plain = head.project
             read.project = lambda part, hidden: replace(plain(part, hidden), residual=head.layer.hidden_norm(hidden))
