@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from conf.errors import UserError
 from models.export import safeai
 from models.export.__main__ import export
+from models.export.folder import empty_place, whole
 from models.export.native import StoredHead, VerifierCard, load_head, read_head, save_head
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.vocab import DraftVocab
@@ -205,6 +206,28 @@ def test_writing_refuses_an_incomplete_head(verifier, tmp_path):
     with pytest.raises(UserError, match="missing tensors norm.weight"):
         safeai.write(stored, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_where_an_export_cannot_go(verifier, tmp_path):
+    """One line, and nothing is damaged; an interrupted export is not taken for a whole one."""
+    stored = StoredHead.of(make_head(verifier), verifier)
+    native = save_head(tmp_path / "run" / "head", stored)
+    with pytest.raises(UserError, match="found the head itself"):
+        safeai.write(stored, native)
+    assert read_head(native).vocab.hash == stored.vocab.hash
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="expected a folder to write into"):
+        safeai.write(stored, tmp_path / "file")
+    safeai.write(stored, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "out" / "model.safetensors") as part:
+        part.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    empty_place(tmp_path / "out", "config.json")  # what a writer begins with
+    with pytest.raises(UserError, match="found no config.json"):
+        safeai.read(tmp_path / "out")
 
 
 def test_a_head_of_another_verifier_is_refused(verifier, tmp_path):

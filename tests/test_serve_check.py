@@ -191,3 +191,10 @@ def test_a_worker_is_run_and_its_end_is_told(tmp_path):
     with pytest.raises(UserError, match=r"ended with 1: no room for drafts; see .*log.txt"):
         run_engine(command, str(worker), replace(job, depth=3), tmp_path / "a")
     assert not (tmp_path / "a" / "result.json").exists()
+    text = worker.read_text()
+    worker.write_text(text.replace("texts=[job['prompts'][0] + [7]], ", ""))
+    with pytest.raises(UserError, match="another record than was expected"):
+        run_engine(command, str(worker), job, tmp_path / "b")
+    worker.write_text(text.replace("texts=[job['prompts'][0] + [7]]", "texts=[]"))
+    with pytest.raises(UserError, match="expected texts of 1 prompts"):
+        run_engine(command, str(worker), job, tmp_path / "c")

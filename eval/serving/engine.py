@@ -87,7 +87,13 @@ def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **mo
         done = subprocess.run(call, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode or not answer.is_file():
         raise UserError(f"{worker} ended with {done.returncode}: {last_line(log)}; see {log}")
-    return EngineRun(**json.loads(answer.read_text()))
+    try:
+        found = EngineRun(**json.loads(answer.read_text()))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{worker} wrote another record than was expected ({error}); see {answer}") from error
+    if len(found.texts) != len(job.prompts) or (found.rounds and len(found.rounds) != len(job.prompts)):
+        raise UserError(f"expected texts of {len(job.prompts)} prompts from {worker}, found others; see {answer}")
+    return found
 
 
 def last_line(log: Path) -> str:

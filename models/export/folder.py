@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError
+from models.export.native import WEIGHTS as NATIVE_WEIGHTS
 from models.export.native import StoredHead, VerifierCard, check_same, read_config, read_tensors
 from models.heads.config import LayerConfig
 from models.heads.start import check_vocab
@@ -95,12 +98,41 @@ def head_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | No
 
 
 def write_folder(out: Path | str, tensors: dict[str, Tensor], values: dict) -> Path:
-    """The two files; returns the folder."""
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    (out / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+    """The two files, config.json last: a folder without one was not finished. Returns the folder."""
+    out = empty_place(out, CONFIG, WEIGHTS)
+    with whole(out / WEIGHTS) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
+    with whole(out / CONFIG) as file:
+        file.write_text(json.dumps(values, indent=2) + "\n")
     return out
+
+
+def empty_place(out: Path | str, *names: str) -> Path:
+    """The folder `out` without files of these names, made where it is absent.
+
+    Raises UserError where it can't be written into, or holds a head of our own, which the export would damage.
+    """
+    out = Path(out)
+    if (out / NATIVE_WEIGHTS).is_file():
+        raise UserError(f"expected a folder for the export alone, found the head itself in {out}: give out=DIR")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (out / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"expected a folder to write into, found {out} ({error.strerror}): give out=DIR") from error
+    return out
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yields a place to write; what was written becomes `path` at the end, and nothing does after an error."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def llama_values(stored: StoredHead, dtype: torch.dtype) -> dict:

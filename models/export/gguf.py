@@ -27,8 +27,10 @@ from models.export.folder import (
     card_of,
     check_embedding,
     check_tensors,
+    empty_place,
     head_tensors,
     notes_of,
+    whole,
 )
 from models.export.gguf_file import FILE_TYPES, KINDS, add_tokens, add_value, copy_of, parsed, short
 from models.export.native import StoredHead, VerifierCard, check_same
@@ -105,12 +107,12 @@ def write(
         kind = Kind.I64 if name == "d2t" else KINDS[tensor.dtype]
         bits = tensor.contiguous().view(torch.uint8) if kind == Kind.BF16 else tensor.contiguous()
         writer.add_tensor(name, bits.numpy(), raw_dtype=kind)
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    writer.write_header_to_file(out / FILE)
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    out = empty_place(out, FILE)
+    with whole(out / FILE) as file:
+        writer.write_header_to_file(file)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
     return out
 
 
