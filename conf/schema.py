@@ -300,7 +300,7 @@ class ExportCommandConf(RunConf):
     run: str | None = None  # a run folder, or a head folder
     format: str = "safeai"
     out: str | None = None
-    dtype: str = "float32"
+    dtype: str = "auto"  # the verifier's own, as its files have it
     embedding: bool = False  # also write the verifier's embedding, where the format can do without
     verifier: str | None = None  # where the head's verifier lies now; null: the name that the head keeps of it
 

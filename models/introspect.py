@@ -228,6 +228,17 @@ def hash_model(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def dtype_of_files(files: Sequence[Path]) -> str | None:
+    """The floating-point dtype that safetensors files begin with, as torch calls it; None for other formats."""
+    from safetensors import safe_open
+
+    if not files or files[0].suffix != ".safetensors":
+        return None
+    with safe_open(files[0], "pt") as handle:
+        found = handle.get_slice(next(iter(handle.keys()))).get_dtype()
+    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(found)
+
+
 def hash_files(files: Sequence[Path]) -> str:
     """The same over safetensors files, however the tensors are spread over them; of other formats, over the bytes."""
     from safetensors import safe_open

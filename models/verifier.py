@@ -145,6 +145,11 @@ class Verifier:
         return introspect.hash_files(self._files) if self._files else introspect.hash_model(self.model)
 
     @cached_property
+    def stored_dtype(self) -> str:
+        """Of the weights as they are stored, where that can be told; else as they were loaded."""
+        return introspect.dtype_of_files(self._files) or str(self.dtype).removeprefix("torch.")
+
+    @cached_property
     def tokenizer_hash(self) -> str:
         """sha256 of what turns text into ids, and of the chat template."""
         return chat.tokenizer_hash(self.tokenizer)

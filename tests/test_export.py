@@ -1,6 +1,7 @@
 """Native and SafeAI folders: round trips, exact names, and refusals that say what is wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from conf.errors import UserError
 from models.export import safeai
 from models.export.__main__ import export
 from models.export.folder import empty_place, whole
+from models.export.formats import write_export
 from models.export.native import StoredHead, VerifierCard, load_head, read_head, save_head
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.vocab import DraftVocab
@@ -281,6 +283,16 @@ def test_the_card_says_what_an_export_needs(verifier):
     card = VerifierCard.of(verifier)
     assert card.num_layers == 8 and card.eos_token_ids == tuple(verifier.eos_ids)
     assert VerifierCard.from_dict(json.loads(json.dumps(card.__dict__))) == card
+
+
+@pytest.mark.parametrize(("kept", "expected"), [("bfloat16", torch.bfloat16), (None, torch.float32)])
+def test_an_export_has_the_verifiers_dtype(verifier, tmp_path, kept, expected):
+    stored = StoredHead.of(make_head(verifier), verifier)
+    assert stored.verifier.dtype == "float32"
+    stored = replace(stored, verifier=replace(stored.verifier, dtype=kept))
+    folder = write_export(stored, tmp_path, "vllm")
+    assert load_file(folder / "model.safetensors")["fc.weight"].dtype == expected
+    assert f"torch.{json.loads((folder / 'config.json').read_text())['torch_dtype']}" == str(expected)
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "safeai"])

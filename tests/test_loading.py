@@ -29,7 +29,8 @@ def test_a_folder_loads_and_hashes_alike_in_any_dtype(saved):
     memory = tiny_verifier(tie_word_embeddings=True)
     assert verifier.eos_ids == (2,) and verifier.dtype == torch.float32 and verifier.name == str(saved)
     assert verifier.weights_hash == memory.weights_hash == introspect.hash_model(memory.model)
-    assert Verifier.load(str(saved), dtype="float64").weights_hash == verifier.weights_hash
+    wide = Verifier.load(str(saved), dtype="float64")
+    assert wide.weights_hash == verifier.weights_hash and wide.stored_dtype == "float32" and wide.dtype == torch.float64
     assert verifier.tokenizer_hash == memory.tokenizer_hash and verifier.template_hash == memory.template_hash
     assert tiny_verifier(tie_word_embeddings=True, seed=1).weights_hash != verifier.weights_hash
     ids = torch.arange(1, 21)[None]

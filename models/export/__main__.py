@@ -7,7 +7,7 @@ from pathlib import Path
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.schema import ExportCommandConf
-from models.export.formats import format_of, names, write_export
+from models.export.formats import format_of, names, own_dtype, write_export
 from models.export.native import head_folder, read_head
 from models.loading import FILE_DTYPES
 from models.verifier import Verifier
@@ -20,15 +20,17 @@ def export(cfg: ExportCommandConf) -> Outcome:
         raise UserError("give the run to export: python -m models.export run=outputs/NAME/TIME format=vllm out=DIR")
     if cfg.format not in names():
         raise UserError(f"no format '{cfg.format}'; there are: {', '.join(names())}")
-    if cfg.dtype not in FILE_DTYPES:
-        raise UserError(f"no dtype '{cfg.dtype}'; there are: {', '.join(FILE_DTYPES)}")
+    if cfg.dtype not in ("auto", *FILE_DTYPES):
+        raise UserError(f"no dtype '{cfg.dtype}'; there are: auto, {', '.join(FILE_DTYPES)}")
     stored = read_head(cfg.run)
     verifier = None
     if cfg.embedding or format_of(stored, cfg.format).needs_verifier:
         verifier = Verifier.load(cfg.verifier or stored.verifier.name, dtype="float32", device="cpu", aux_layers=[])
     out = Path(cfg.out) if cfg.out else head_folder(cfg.run).parent / f"export-{cfg.format}"
-    write_export(stored, out, cfg.format, FILE_DTYPES[cfg.dtype], verifier)
-    return Outcome(out, {"format": cfg.format, "dtype": cfg.dtype, "verifier": stored.verifier.name})
+    dtype = FILE_DTYPES.get(cfg.dtype, own_dtype(stored))
+    write_export(stored, out, cfg.format, dtype, verifier)
+    name = str(dtype).removeprefix("torch.")
+    return Outcome(out, {"format": cfg.format, "dtype": name, "verifier": stored.verifier.name})
 
 
 if __name__ == "__main__":

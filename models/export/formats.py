@@ -12,6 +12,7 @@ import torch
 from conf.errors import UserError
 from models.export import eagle1, gguf, medusa, openvino, safeai, speculators, trtllm
 from models.export.native import StoredHead
+from models.loading import FILE_DTYPES
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
@@ -54,14 +55,20 @@ def write_export(
     stored: StoredHead,
     out: Path,
     name: str = "safeai",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     verifier: Verifier | None = None,
 ) -> Path:
     """Writes the folder and returns it. Raises UserError when this kind of head has no such layout.
 
-    verifier: the head's; its embedding is written as well, also where the layout can do without.
+    dtype: None is the verifier's own.  verifier: the head's; its embedding is written as well, also where the layout
+    can do without.
     """
-    return format_of(stored, name).write(stored, out, dtype, verifier)
+    return format_of(stored, name).write(stored, out, dtype or own_dtype(stored), verifier)
+
+
+def own_dtype(stored: StoredHead) -> torch.dtype:
+    """The verifier's, as it is stored; float32 where the head doesn't know it, or files of heads can't have it."""
+    return FILE_DTYPES.get(stored.verifier.dtype, torch.float32)
 
 
 def format_of(stored: StoredHead, name: str) -> Format:

@@ -32,7 +32,9 @@ class VerifierCard:
     num_layers: int
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    architecture: str | None = None  # the model's class in transformers; None in heads written before it was kept
+    # None in heads that were written before these were kept.
+    architecture: str | None = None  # the model's class in transformers
+    dtype: str | None = None  # of its weights as stored: exports have it unless another is named
 
     @classmethod
     def of(cls, verifier) -> VerifierCard:
@@ -46,6 +48,7 @@ class VerifierCard:
             bos_token_id=getattr(verifier.config, "bos_token_id", None),
             eos_token_ids=tuple(verifier.eos_ids),
             architecture=type(verifier.model).__name__,
+            dtype=verifier.stored_dtype,
         )
 
     @classmethod
