@@ -60,7 +60,7 @@ def test_it_runs_by_name(words, command, name):
     stored = read_head(values["run"])
     assert stored.config.kind == EXPERIMENTS[name] and values["identical_to_baseline"] is True
     assert Path(values["run"]).parent.name == name
-    exported = stored.config.kind in ("eagle1", "eagle3")
+    exported = stored.config.kind != "independent"
     assert (Path(values["run"]) / "export").is_dir() == exported == (values["export"] is not None)
     steps = {"eagle1_llama": 1, "eagle3_llama_no_ttt": 1, "independent_llama": 1, "medusa_llama": 5}
     assert values["trained"]["ttt_steps"] == steps.get(name, 2)
