@@ -13,12 +13,13 @@ demo bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
 .DEFAULT_GOAL := help
 # make serve-check HEADS=outputs/eagle3_llama/TIME     a head of yours, in place of small ones that are trained first
 HEADS ?= $(addprefix outputs/serve-check/,eagle3 eagle1 medusa)
+TRAINED := $(addsuffix /alpha.json,$(filter outputs/serve-check/%,$(HEADS)))
 ENGINES ?= vllm vllm_server openvino llamacpp
 space := $(subst ,, )
 comma := ,
 
 .PHONY: help setup demo bench test exactness serve-check check clean
-.PRECIOUS: outputs/serve-check/% .engines/%/.done
+.PRECIOUS: outputs/serve-check/%/alpha.json .engines/%/.done
 
 help: ## this page
 	@echo "Eyrie trains EAGLE draft heads and measures the acceptance they will get. Begin with: make demo"
@@ -48,15 +49,15 @@ test: setup ## the whole test suite
 exactness: setup ## the exactness suite with its calibration over 500 seeds, and SmolLM2 by every drafter: half an hour
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_exactness.py tests/test_identity.py tests/test_acceptance.py
 
-serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) $(HEADS) ## real engines with our exports against our own loop (engines are installed first)
+serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) $(TRAINED) ## real engines with our exports against our own loop (engines are installed first)
 	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]
 
 .engines/%/.done: eval/serving/engines/%.sh
 	PYTHON=$(PYTHON) sh $< $(@D)
 	@touch $@
 
-outputs/serve-check/%: | $(STAMP)
-	$(BIN)/python -m train experiment=$*_llama budget=demo evaluation.limit=1 hydra.run.dir=$@
+outputs/serve-check/%/alpha.json: | $(STAMP)
+	$(BIN)/python -m train experiment=$*_llama budget=demo evaluation.limit=1 hydra.run.dir=$(@D)
 
 check: setup ## ruff, the import arrow, every configuration composed
 	$(BIN)/ruff check .

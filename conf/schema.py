@@ -302,7 +302,8 @@ class ExportCommandConf(RunConf):
     out: str | None = None
     dtype: str = "auto"  # the verifier's own, as its files have it
     embedding: bool = False  # also write the verifier's embedding, where the format can do without
-    verifier: str | None = None  # where the head's verifier lies now; null: the name that the head keeps of it
+    # where the head's verifier lies now (it is then checked to be the head's, and its embedding written as well)
+    verifier: str | None = None
 
 
 COMMANDS = {

@@ -162,6 +162,27 @@ def test_rounding_and_the_unknown_are_told_apart():
     assert not found.holds and found.cause.startswith("rounding")
 
 
+def test_a_map_with_some_wrong_entries_is_no_rounding():
+    verifier, head = tiny(AROUND), make("eagle3", tiny(LAYERS))
+    healthy = loop_run(tiny(LAYERS), head)
+    often = torch.tensor([token for calls in healthy.rounds for _, drafts in calls for token in drafts]).mode().values
+    found = certify(
+        verifier, head, PROMPTS, naive_run(verifier, head, healthy, tokens=torch.where(often == IDS, 0, IDS))
+    )
+    assert not found.holds and found.cause.startswith("none of 10 known faults")
+    assert found.first.theirs == 0 and found.first.gap is None  # a token that can't be drafted
+
+
+def test_a_head_without_opinions_proves_nothing():
+    """Its logits are all but equal, so that any draft would be a tie."""
+    verifier, head = tiny(AROUND), make("eagle3", tiny(LAYERS))
+    with torch.no_grad():
+        head.lm_head.weight.mul_(1e-6)
+    healthy = loop_run(tiny(LAYERS), head)
+    found = certify(verifier, head, PROMPTS, naive_run(verifier, head, healthy, layers=(1, 3, 4)))
+    assert found.ties > found.compared / 10 and not found.holds
+
+
 def test_faults_that_cannot_be():
     """An identity map can't be misread, EAGLE-1 has no final norm, and Medusa no drafts that read each other."""
     eagle1, medusa = (make(kind, tiny((8,))) for kind in ("eagle1", "medusa"))

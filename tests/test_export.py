@@ -134,6 +134,10 @@ def test_a_scaled_rope_survives_for_old_and_new_readers(verifier, tmp_path):
         (lambda t: t.update({"d2t": t["d2t"].int()}), "d2t in torch.int64"),
         (lambda t: t.update({"d2t": t["d2t"] + torch.arange(100)}), "ids must lie in"),
         (lambda t: t.update({"t2d": ~t["t2d"]}), "t2d marks other tokens"),
+        (
+            lambda t: t["fc.weight"][0].fill_(float("nan")),
+            "fc.weight: expected finite values in torch.float32, found 96",
+        ),
     ],
 )
 def test_reading_refuses(verifier, tmp_path, change, message):
@@ -258,6 +262,11 @@ def test_an_export_is_bound_to_its_verifier_its_map_and_its_layers(verifier, tmp
     (tmp_path / "config.json").write_text(json.dumps(moved))
     with pytest.raises(UserError, match=r"captured layers \[2, 4, 5\], found \[1, 4, 5\]"):
         safeai.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for name, value in (("rms_norm_eps", 0.1), ("max_position_embeddings", 2048), ("hidden_act", "gelu")):
+        (tmp_path / "config.json").write_text(json.dumps(values | {name: value}))
+        with pytest.raises(UserError, match=f"{name} {verifier.head_geometry[name]}, found {value}"):
+            safeai.read(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values))
     swapped = StoredHead.of(make_head(verifier, torch.arange(100)), verifier)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -80,13 +80,14 @@ FAULTS = {
         "integer weights": (with_tensor("fc.weight", lambda t: t.long()), "fc.weight.*found torch.int64"),
         "map of another size": (
             lambda stored: replace(stored, vocab=DraftVocab(torch.arange(50), 300)),
-            "100.*50|50.*100",
+            "100 of 300 ids, found 50 of 300",
         ),
         "map of another verifier": (
             lambda stored: replace(stored, vocab=DraftVocab(torch.arange(100), 400)),
-            "300.*400|400.*300",
+            "100 of 300 ids, found 100 of 400",
         ),
         "last state captured": (with_config(aux_layers=(2, 4, 8)), "layers below 8"),
+        "embedding captured": (with_config(aux_layers=(0, 4, 5)), r"captured layers .*\[0, 4, 5\]"),
     },
     "eagle1": {
         "missing fc": (with_tensor("fc.weight", lambda t: None), "missing tensors fc.weight"),
@@ -99,12 +100,25 @@ FAULTS = {
         "an LM head": (with_tensor("lm_head.weight", lambda t: torch.ones(300, 32)), "unknown tensors lm_head.weight"),
         "fc of EAGLE-3": (with_tensor("fc.weight", lambda t: torch.ones(32, 96)), r"\(32, 64\), found \(32, 96\)"),
         "NaN": (with_tensor("fc.weight", poisoned(float("nan"))), "fc.weight: expected finite values.*found 1"),
+        "infinity": (with_tensor("fc.weight", poisoned(float("inf"))), "fc.weight: expected finite values.*found 1"),
+        "integer weights": (with_tensor("fc.weight", lambda t: t.long()), "fc.weight.*found torch.int64"),
+        "names of a wrapper": (with_tensor("model.fc.weight", lambda t: torch.ones(32, 64)), "unknown .*model.fc"),
+        "map of another verifier": (
+            lambda stored: replace(stored, vocab=DraftVocab(torch.arange(300), 400)),
+            "300 of 300 ids, found 300 of 400",
+        ),
         "attention biases": (with_config(attention_bias=True), "attention biases"),
     },
     "medusa": {
         "missing LM head": (with_tensor("lm_head.weight", lambda t: None), "missing .*lm_head"),
         "missing block": (with_tensor("blocks.4.0.linear.weight", lambda t: None), "missing .*4"),
         "a sixth head": (with_tensor("blocks.5.0.linear.weight", lambda t: torch.ones(32, 32)), "unknown .*5"),
+        "integer weights": (with_tensor("lm_head.weight", lambda t: t.long()), "lm_head.weight.*found torch.int64"),
+        "names of a wrapper": (with_tensor("model.x.weight", lambda t: torch.ones(32)), "unknown .*model.x"),
+        "map of another size": (
+            lambda stored: replace(stored, vocab=DraftVocab(torch.arange(50), 300)),
+            "300 of 300 ids, found 50 of 300|100 of 300 ids, found 50 of 300",
+        ),
         "block of another size": (with_tensor("blocks.0.0.linear.weight", lambda t: torch.ones(32, 33)), "found .*33"),
         "NaN": (with_tensor("lm_head.weight", poisoned(float("nan"))), "expected finite values.*found 1"),
     },
@@ -136,4 +150,15 @@ def test_another_verifier_and_a_narrow_dtype_are_refused(verifiers, other, tmp_p
     large = with_tensor(first, poisoned(1e6))(stored)
     with pytest.raises(UserError, match="finite values in torch.float16"):
         write_export(large, tmp_path / "out", name, torch.float16, verifiers[kind])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("switches", [{"fc_norm": True}, {"norm_output": True}])
+@pytest.mark.parametrize("name", ["sglang", "gguf", "openvino"])
+def test_switches_that_an_engine_computes_without_are_refused(verifiers, tmp_path, name, switches):
+    verifier = verifiers["eagle3"]
+    config = heads.kind_of("eagle3")[0].from_verifier(verifier.head_geometry, verifier.aux_layers, 300, **switches)
+    stored = StoredHead.of(heads.build(config, verifier, DraftVocab(torch.arange(300), 300)), verifier)
+    with pytest.raises(UserError, match=next(iter(switches))):
+        write_export(stored, tmp_path / "out", name, verifier=verifier)
     assert not (tmp_path / "out").exists()

@@ -95,11 +95,15 @@ class Stub(ThreadingHTTPServer):
     def count(self, text: Decoded, longest: int) -> None:
         emitted = 1
         for call in text.rounds:
-            drafted = self.depth if self.engine != "llamacpp" else min(self.depth, longest - emitted - 1)
+            drafted, accepted = self.depth, call.accepted
+            if self.engine == "llamacpp":
+                drafted = min(self.depth, longest - emitted - 1)
+                if len(text.tokens) - emitted < drafted:  # an end-of-turn token that isn't the last draft
+                    accepted = min(accepted, len(text.tokens) - emitted - 1)
             emitted += len(call.emitted)
             self.counts["drafts"] += drafted > 0
             self.counts["drafted"] += drafted
-            for k in range(min(drafted, call.accepted)):
+            for k in range(min(drafted, accepted)):
                 self.counts["accepted"] += 1
                 self.places[k] += 1
         self.counts["generated"] += len(text.tokens)
@@ -389,8 +393,8 @@ def one_text(accepted: list[int], kept: int, depth: int = 3) -> Decoded:
 def test_rounds_are_counted_by_each_engines_rule():
     """Five tokens asked for. Prefill 1, then calls of 2 + 1 and 3 + 1 tokens: 8, of which 5 are handed out.
 
-    vLLM counts both calls whole. llama.cpp may draft 5 - 1 - 1 = 3 in the first and 5 - 4 - 1 = 0 in the second, which
-    is then no draft. SGLang hands out 4 tokens in 2 calls.
+    vLLM counts both calls whole, OpenVINO's worker what is handed out. llama.cpp may draft 5 - 1 - 1 = 3 in the first
+    and 5 - 4 - 1 = 0 in the second, which is then no draft. SGLang hands out 4 tokens in 2 calls.
     """
     text = one_text([2, 3], kept=5)
     assert tally_of(text, "whole", 3, 5) == Tally(2, 6, 5, (2, 2, 1))
@@ -398,7 +402,11 @@ def test_rounds_are_counted_by_each_engines_rule():
     assert tally_of(text, "handed", 3, 5) == Tally(2, accepted=2)
     assert tally_of(text, "room", 3, 6) == Tally(2, 4, 3, (2, 1, 0))  # one more token: one draft in the second call
     stopped = one_text([3], kept=2)  # an end-of-turn token inside the first call
-    assert tally_of(stopped, "whole", 3, 64) == tally_of(stopped, "room", 3, 64) == Tally(1, 3, 3, (1, 1, 1))
+    assert tally_of(stopped, "whole", 3, 64) == Tally(1, 3, 3, (1, 1, 1))
+    assert tally_of(stopped, "room", 3, 64) == Tally(1, 3, 0, (0, 0, 0))  # sampling ended at that token
+    assert tally_of(one_text([3], kept=4), "room", 3, 64) == Tally(1, 3, 3, (1, 1, 1))  # unless it is the last draft
+    assert tally_of(text, "cut", 3, 5) == Tally(2, 6, 2, (1, 1, 0))
+    assert tally_of(stopped, "cut", 3, 64) == Tally(1, 3, 0, (0, 0, 0))
     assert tally_of(stopped, "handed", 3, 64) == Tally(1, accepted=0)
     assert pooled([Tally(2, 6, 5, (2, 2, 1)), Tally(1, 3, 0, (0, 0, 0))]) == Tally(3, 9, 5, (2, 2, 1))
     assert tally_of(one_text([], kept=1), "whole", 3, 5) == Tally(0, 0, 0, (0, 0, 0))

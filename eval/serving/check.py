@@ -8,6 +8,7 @@ engine counts them beside our loop's on the same prompts, and the replay certifi
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import subprocess
@@ -18,17 +19,18 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.schema import DecodeConf, EvalCommandConf
-from data.files import write_json
+from data.files import replacing, write_json
 from eval.command import shown
 from eval.measure import EvalSettings, PromptRun, run_prompts, use_threads
 from eval.prompts import Prompt, load_prompts
 from eval.serving.certificate import certify
-from eval.serving.engine import Job, run_engine
+from eval.serving.engine import Job, check_run, run_engine
 from eval.serving.metrics import pooled, tally_of
 from eval.serving.online import serve
 from eval.serving.rows import BAR, HEADER, Row, cells, reason, record, row_of, row_of_server, table
@@ -38,7 +40,7 @@ from eval.speculative.shapes import FixedTree
 from eval.tables import markdown_table
 from models import embedded
 from models.export.formats import write_export
-from models.export.native import attach, read_head
+from models.export.native import StoredHead, VerifierCard, attach, check_verifier, read_head
 from models.loading import FILE_DTYPES
 from models.verifier import Verifier
 
@@ -57,6 +59,7 @@ class Engine:
     program: str
     formats: dict[str, str]
     rule: str = "whole"
+    shows_drafts: bool = True
 
 
 VLLM = {"eagle3": "vllm", "eagle1": "vllm", "medusa": "medusa"}
@@ -64,7 +67,7 @@ SERVER = "_server"  # behind the name of an engine that is asked over HTTP
 ENGINES = {
     "vllm": Engine("vllm_worker.py", "bin/python", VLLM),
     "vllm_server": Engine(None, "bin/python", VLLM),
-    "openvino": Engine("openvino_worker.py", "bin/python", {"eagle3": "openvino"}, "cut"),
+    "openvino": Engine("openvino_worker.py", "bin/python", {"eagle3": "openvino"}, "cut", shows_drafts=False),
     "llamacpp": Engine("llamacpp_worker.py", "build/bin/llama-server", {"eagle3": "gguf"}, "room"),
 }
 
@@ -108,6 +111,7 @@ def check_head(cfg, run: Path, homes: dict[str, Path], out: Path) -> Iterator[Ro
     if not homes:
         raise UserError(f"none of the engines {', '.join(cfg.engines)} loads a head of kind {kind}: leave {run} out")
     verifier = Verifier.load(card.name, dtype=cfg.dtype, device="cpu", aux_layers=list(stored.config.aux_layers))
+    check_verifier(stored, verifier)
     head, prompts = attach(stored, verifier, verifier.dtype), load_prompts(verifier, cfg.prompts, cfg.limit)
     ours = {depth: our_loop(cfg, verifier, head, prompts, depth) for depth in cfg.depths}
     near = {layer + step for layer in stored.config.aux_layers for step in (-1, 0, 1)}
@@ -126,7 +130,7 @@ def check_head(cfg, run: Path, homes: dict[str, Path], out: Path) -> Iterator[Ro
         batch=cfg.batch,
     )
     for name, home in homes.items():
-        engine, place = ENGINES[name], out / f"{name}-{kind}"
+        engine, place = ENGINES[name], out / f"{name}-{kind}-{stored_hash(stored)}"
         with programs_of(home):
             write_export(stored, place / "head", engine.formats[kind], FILE_DTYPES[cfg.dtype], verifier)
         job = replace(job, head=str((place / "head").absolute()))
@@ -136,15 +140,19 @@ def check_head(cfg, run: Path, homes: dict[str, Path], out: Path) -> Iterator[Ro
                 yield served(cfg, name, run, home / engine.program, replace(job, depth=depth), place / f"depth-{depth}")
             continue
         command = [str(home / engine.program)] if engine.program == "bin/python" else [sys.executable]
-        more = {"verifier": verifier_gguf(home, job, out)} if name == "llamacpp" else {}
+        more = {"verifier": verifier_gguf(home, job, card, out)} if name == "llamacpp" else {}
         more |= {"program": str(home / engine.program)}
         log.info("%s: %d prompts without drafts", name, len(prompts))
         plain = run_engine(command, engine.worker, replace(job, head=None), place / "plain", **more)
+        check_run(plain, job, verifier.vocab_size, place / "plain")
         for depth in cfg.depths:
             log.info("%s: the same with drafts of %d by %s", name, depth, shown(run))
             job = replace(job, depth=depth)
             drafted = run_engine(command, engine.worker, job, place / f"depth-{depth}", **more)
-            certificate = certify(around, head, job.prompts, drafted) if drafted.rounds else None
+            check_run(drafted, job, verifier.vocab_size, place / f"depth-{depth}")
+            if engine.shows_drafts and drafted.rounds is None:
+                raise UserError(f"expected {name} to tell its drafts, found none in {place / f'depth-{depth}'}")
+            certificate = certify(around, head, job.prompts, drafted) if engine.shows_drafts else None
             by_rule = [tally_of(one.speculative, engine.rule, depth, cfg.max_new_tokens) for one in ours[depth]]
             texts = [one.speculative.tokens for one in ours[depth]]
             yield row_of(name, shown(run), job, plain, drafted, pooled(by_rule), texts, certificate)
@@ -170,12 +178,16 @@ def programs_of(home: Path) -> Iterator[None]:
         os.environ["PATH"] = before
 
 
-def verifier_gguf(home: Path, job: Job, out: Path) -> str:
+def verifier_gguf(home: Path, job: Job, card: VerifierCard, out: Path) -> str:
     """The verifier as a GGUF file, made by llama.cpp's converter in our own environment, which has what it imports."""
-    file = out / f"verifier-{job.dtype}.gguf"
-    if not file.is_file():
-        [converter] = home.glob("*/llama.cpp/convert_hf_to_gguf.py")
-        call = [sys.executable, str(converter), job.verifier, "--outfile", str(file), "--outtype"]
+    file = out / f"verifier-{card.weights_hash[:12]}-{job.dtype}.gguf"
+    if file.is_file():
+        return str(file.absolute())
+    out.mkdir(parents=True, exist_ok=True)
+    [converter] = home.glob("*/llama.cpp/convert_hf_to_gguf.py")
+    log.info("llama.cpp's converter reads the verifier")
+    with replacing(file) as part:
+        call = [sys.executable, str(converter), job.verifier, "--outfile", str(part), "--outtype"]
         done = subprocess.run([*call, FILE_TYPES[job.dtype]], capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -191,6 +203,14 @@ def our_loop(cfg, verifier, head, prompts: Sequence[Prompt], depth: int) -> list
         raise UserError(f"expected {depth} or more heads, found {drafter.depth}: give depths=[{drafter.depth}]")
     with use_threads(cfg.threads):
         return run_prompts(verifier, drafter, prompts, settings, progress=True)
+
+
+def stored_hash(stored: StoredHead) -> str:
+    """Some letters that tell heads of one kind apart."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored.tensors.items()):
+        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:8]
 
 
 def engine_source(verifier: str) -> str:

@@ -91,9 +91,45 @@ def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **mo
         found = EngineRun(**json.loads(answer.read_text()))
     except (TypeError, ValueError) as error:
         raise UserError(f"{worker} wrote another record than was expected ({error}); see {answer}") from error
-    if len(found.texts) != len(job.prompts) or (found.rounds and len(found.rounds) != len(job.prompts)):
-        raise UserError(f"expected texts of {len(job.prompts)} prompts from {worker}, found others; see {answer}")
     return found
+
+
+def check_run(run: EngineRun, job: Job, vocab_size: int, where: Path) -> EngineRun:
+    """`run`, where it answers the job in full: a text for each prompt, and, if drafts are shown, those of every call.
+
+    Raises UserError, since what is missing would otherwise count as agreement.
+    """
+
+    def ids(values: object) -> bool:
+        return isinstance(values, list) and all(type(value) is int and 0 <= value < vocab_size for value in values)
+
+    def whole(text: list[int], calls: list) -> bool:
+        """Calls in order, each behind tokens of the text, with 1 to K drafts."""
+        starts = [emitted for emitted, _ in calls]
+        ascending = all(type(n) is int for n in starts) and starts == sorted(set(starts))
+        return ascending and all(
+            1 <= emitted <= len(text) and ids(drafts) and 1 <= len(drafts) <= job.depth for emitted, drafts in calls
+        )
+
+    counts = (run.verify_calls, run.drafted, run.accepted, *(run.accepted_by_position or ()))
+    faults = {
+        f"texts of {len(job.prompts)} prompts": len(run.texts) == len(job.prompts) and all(map(ids, run.texts)),
+        "counts from 0 up": all(type(count) is int and count >= 0 for count in counts),
+    }
+    if run.rounds is not None:
+        calls = [call for rounds in run.rounds for call in rounds]
+        drafted = sum(len(drafts) for _, drafts in calls)
+        faults |= {
+            "rounds that lie in their texts": len(run.rounds) == len(run.texts)
+            and all(map(whole, run.texts, run.rounds)),
+            f"the drafts of {run.verify_calls} verify calls, {run.drafted} tokens (shown: {len(calls)}, {drafted})": (
+                len(calls) == run.verify_calls and drafted == run.drafted
+            ),
+        }
+    for what, holds in faults.items():
+        if not holds:
+            raise UserError(f"expected {what} from {run.engine}, found others; see {where}")
+    return run
 
 
 def last_line(log: Path) -> str:

@@ -7,7 +7,7 @@ whole    vLLM: the scheduler counts a call when its result arrives, before the t
          where fewer may still be handed out. So do our own `Counts`. Calls without a draft are not counted.
 room     llama.cpp: a draft is no longer than what may still be handed out, less the verifier's own token. With max
          tokens M and e emitted, M - e - 1 drafts at the most; with none left the call is an ordinary step and not
-         counted. Nothing is cut at an end-of-turn token.
+         counted. An end-of-turn token ends the sampling of a call: unless it is the last draft, it isn't accepted.
 cut      OpenVINO GenAI, as eval/serving/engines counts it: a call's tokens as they are handed out.
 handed   SGLang: no counter of accepted drafts. Its counters of finished requests give the tokens handed out; without
          the prefill's, and one a verify call, the rest was accepted: what was cut counts as rejected. No positions.
@@ -238,6 +238,8 @@ def tally_of(text: Decoded, rule: str, depth: int, max_new_tokens: int) -> Tally
             accepted = min(accepted, len(text.tokens) - emitted - 1)
         if rule == "room":
             drawn = min(drawn, max_new_tokens - emitted - 1)
+            if (handed := len(text.tokens) - emitted) < drawn:
+                accepted = min(accepted, handed - 1)
         emitted += len(call.emitted)
         if drawn:
             drafts += 1

@@ -31,8 +31,9 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One engine with one head and draft length. same_text: prompts whose text is the engine's own without drafts; of
-    a server, the verifier's own.
+    """One engine with one head and draft length. same_text: prompts whose text is the engine's own without drafts;
+    None of a server, which is not started twice: its texts are held to the verifier's own.  agrees: what
+    `python -m eval serve=URL` found of a server.
 
     by_position: acceptance of draft n, the engine's and ours.
     """
@@ -42,7 +43,7 @@ class Row:
     kind: str
     depth: int
     prompts: int
-    same_text: int
+    same_text: int | None
     same_as_ours: int
     tau: float | None
     our_tau: float | None
@@ -51,6 +52,7 @@ class Row:
     certificate: Certificate | None
     tokens_per_second: float | None
     plain_tokens_per_second: float | None
+    agrees: bool = True
 
     @property
     def percent(self) -> float | None:
@@ -65,8 +67,9 @@ class Row:
 
     @property
     def passes(self) -> bool:
-        sure = self.certificate is None or self.certificate.holds
-        return self.same_text == self.prompts and self.percent is not None and abs(self.percent) <= BAR and sure
+        sure = self.agrees and (self.certificate is None or self.certificate.holds)
+        same = self.same_as_ours if self.same_text is None else self.same_text
+        return same == self.prompts and self.percent is not None and abs(self.percent) <= BAR and sure
 
 
 def row_of(
@@ -107,7 +110,7 @@ def row_of_server(name: str, head: str, kind: str, values: dict) -> Row:
         kind=kind,
         depth=values["depth"],
         prompts=len(values["prompts"]),
-        same_text=values["identical_texts"],
+        same_text=None,
         same_as_ours=values["identical_texts"],
         tau=theirs["tau"],
         our_tau=ours["tau"],
@@ -116,6 +119,7 @@ def row_of_server(name: str, head: str, kind: str, values: dict) -> Row:
         certificate=None,
         tokens_per_second=values["tokens_per_second"]["server"],
         plain_tokens_per_second=None,
+        agrees=values["verdict"]["same"],
     )
 
 
@@ -125,9 +129,9 @@ def cells(row: Row) -> tuple[str, ...]:
     ties = f", {found.ties} at ties" if found and found.ties else ""
     return (
         row.engine,
-        row.kind,
+        f"{row.kind} {row.head}",
         str(row.depth),
-        f"{row.same_text} of {row.prompts}",
+        "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
         f"{row.same_as_ours} of {row.prompts}",
         number(row.tau, 4),
         number(row.our_tau, 4),
@@ -154,7 +158,9 @@ def reason(row: Row) -> str:
     where, found = f"{row.engine} with {row.kind} at K = {row.depth}", row.certificate
     if found and not found.holds:
         return f"{where} drafts otherwise: {found.cause or 'nothing was compared'}"
-    if row.same_text < row.prompts:
+    if row.same_text is None and (row.same_as_ours < row.prompts or not row.agrees):
+        return f"{where}: see the verdict in its serve.json"
+    if row.same_text is not None and row.same_text < row.prompts:
         return f"{where}: {row.prompts - row.same_text} texts are other than without drafts"
     return f"{where}: tau is {number(row.percent, 2)} % from ours, and {BAR:g} % are allowed"
 

@@ -96,6 +96,9 @@ def judge(evidence: Evidence) -> Verdict:
     theirs, ours = evidence.server.tau, evidence.ours.tau
     if theirs is None or ours is None:
         return Verdict(False, "none", "no verdict: nothing was drafted, or the server doesn't tell how much passed")
+    if evidence.traffic:
+        said = f"no verdict: the server's counters are not of these requests alone ({evidence.traffic})"
+        return Verdict(False, "none", said)
     numbers = f"tau {theirs:.3f} on the server, {ours:.3f} in the loop"
     slack = FLIPS / max(evidence.ours.drafts or 0, 1)
     close = abs(theirs - ours) <= max(CLOSE * ours, slack)

@@ -24,7 +24,7 @@ def export(cfg: ExportCommandConf) -> Outcome:
         raise UserError(f"no dtype '{cfg.dtype}'; there are: auto, {', '.join(FILE_DTYPES)}")
     stored = read_head(cfg.run)
     verifier = None
-    if cfg.embedding or format_of(stored, cfg.format).needs_verifier:
+    if cfg.embedding or cfg.verifier or format_of(stored, cfg.format).needs_verifier:
         verifier = Verifier.load(cfg.verifier or stored.verifier.name, dtype="float32", device="cpu", aux_layers=[])
     out = Path(cfg.out) if cfg.out else head_folder(cfg.run).parent / f"export-{cfg.format}"
     dtype = FILE_DTYPES.get(cfg.dtype, own_dtype(stored))

@@ -27,13 +27,17 @@ from models.verifier import Verifier
 log = logging.getLogger(__name__)
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"  # FasterDecoding's name for them, and TensorRT-LLM's
 EMBEDDING = "embed_tokens.weight"
 NOTES = "eyrie"  # the key of config.json that is ours
+# Of a head's config, as the verifier has it.
+GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
+GEOMETRY += ("max_position_embeddings", "rope_parameters")
 Shapes = dict[str, tuple[int, ...]]
 
 
 def check_tensors(tensors: dict[str, Tensor], shapes: Shapes, optional: Shapes, place: str, dtypes: dict) -> None:
-    """UserError on an unknown or missing name, a wrong shape, or a wrong or mixed dtype.
+    """UserError on an unknown or missing name, a wrong shape, a wrong or mixed dtype, or values that are not finite.
 
     dtypes: of the tensors that are no weights; the weights have that of the first in `shapes`.
     """
@@ -52,6 +56,9 @@ def check_tensors(tensors: dict[str, Tensor], shapes: Shapes, optional: Shapes, 
             raise UserError(f"{place}: expected {name} of shape {shape}, found {tuple(tensor.shape)}")
         if tensor.dtype != dtypes.get(name, weights):
             raise UserError(f"{place}: expected {name} in {dtypes.get(name, weights)}, found {tensor.dtype}")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            count = int((~tensor.isfinite()).sum())
+            raise UserError(f"{place}: {name}: expected finite values in {tensor.dtype}, found {count} others")
 
 
 def layer_shapes(config: LayerConfig, layer: str, inputs: int, biases: bool = False) -> Shapes:
@@ -77,7 +84,7 @@ def layer_shapes(config: LayerConfig, layer: str, inputs: int, biases: bool = Fa
 def head_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | None) -> dict[str, Tensor]:
     """The head's weights in `dtype`; given the verifier also its embedding, for readers that want their own copy.
 
-    UserError for another verifier than the head's, and for values that are not finite, of which the first is named.
+    UserError for another verifier than the head's, a map of other sizes, and weights that are no floating-point ones.
     """
     check_vocab(stored.config, stored.vocab)
     for name, tensor in stored.tensors.items():
@@ -90,17 +97,16 @@ def head_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | No
     if verifier is not None:
         check_same(stored.verifier, VerifierCard.of(verifier))
         tensors[EMBEDDING] = verifier.embedding_VD.detach().to("cpu", dtype).contiguous().clone()
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            count = int((~tensor.isfinite()).sum())
-            raise UserError(f"{name}: expected finite values in {dtype}, found {count} others: the head is broken")
     return tensors
 
 
-def write_folder(out: Path | str, tensors: dict[str, Tensor], values: dict) -> Path:
-    """The two files, config.json last: a folder without one was not finished. Returns the folder."""
-    out = empty_place(out, CONFIG, WEIGHTS)
-    with whole(out / WEIGHTS) as file:
+def write_folder(out: Path | str, tensors: dict[str, Tensor], values: dict, weights: str = WEIGHTS) -> Path:
+    """The two files, config.json last: a folder without one was not finished. Returns the folder.
+
+    weights: the name of the file that holds them; one by the other name is of an earlier export, and goes.
+    """
+    out = empty_place(out, CONFIG, WEIGHTS, MEDUSA_WEIGHTS)
+    with whole(out / weights) as file:
         save_file(tensors, file, metadata={"format": "pt"})
     with whole(out / CONFIG) as file:
         file.write_text(json.dumps(values, indent=2) + "\n")
@@ -173,12 +179,19 @@ def notes_of(stored: StoredHead) -> dict:
         "verifier": asdict(stored.verifier),
         "vocab_hash": stored.vocab.hash,
         "aux_layers": list(stored.config.aux_layers),
+        "geometry": geometry_of(stored),
         "training": stored.training,
     }
 
 
+def geometry_of(stored: StoredHead) -> dict:
+    """What the head's layers take from the verifier, positions and RoPE included; empty for Medusa, which has none."""
+    values = stored.config.to_dict()
+    return {name: values[name] for name in GEOMETRY if name in values}
+
+
 def bind(stored: StoredHead, notes: dict, place: Path | str) -> StoredHead:
-    """`stored` as it is, where the vocabulary map and the captured layers are those that `notes` were written with.
+    """`stored` as it is, where the map, the captured layers and the geometry are those that `notes` were written with.
 
     Raises UserError naming both sides.
     """
@@ -186,6 +199,8 @@ def bind(stored: StoredHead, notes: dict, place: Path | str) -> StoredHead:
         "vocabulary map": (notes.get("vocab_hash"), stored.vocab.hash),
         "captured layers": (notes.get("aux_layers"), list(stored.config.aux_layers)),
     }
+    geometry = notes.get("geometry") or {}
+    sides |= {name: (geometry.get(name), value) for name, value in geometry_of(stored).items()}
     for what, (written, found) in sides.items():
         if written is not None and written != found:
             written, found = (side[:12] if isinstance(side, str) else side for side in (written, found))

@@ -28,7 +28,8 @@ class Format:
 
 FORMATS: dict[str, dict[str, Format]] = {
     "eagle3": {
-        **{name: Format(safeai.write) for name in ("safeai", "vllm", "sglang")},
+        **{name: Format(safeai.write) for name in ("safeai", "vllm")},
+        "sglang": Format(safeai.write_sglang),
         "speculators": Format(speculators.write, needs_verifier=True),
         "gguf": Format(gguf.write, needs_verifier=True),
         "openvino": Format(openvino.write, needs_verifier=True),

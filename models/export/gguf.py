@@ -212,10 +212,10 @@ def _servable(stored: StoredHead) -> Eagle3Config:
         on = ", ".join(name for name in ("fc_norm", "norm_output") if getattr(config, name))
         raise UserError(f"expected a plain EAGLE-3 head, found one with {on}: llama.cpp has no such switch")
     layers = config.aux_layers
-    if len(layers) != 3 or layers[-1] >= stored.verifier.num_layers:
+    if len(layers) != 3 or layers[0] < 1 or layers[-1] >= stored.verifier.num_layers:
         raise UserError(
             f"expected three captured layers below {stored.verifier.num_layers}, found {list(layers)}: llama.cpp reads "
-            "three, and the last state before the final norm"
+            "three, no embedding, and the last state before the final norm"
         )
     if config.hidden_act != "silu":
         raise UserError(f"expected hidden_act silu, which llama.cpp computes, found {config.hidden_act}")

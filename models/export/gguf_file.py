@@ -42,6 +42,14 @@ def add_tokens(writer: gguf.GGUFWriter, verifier: Verifier) -> None:
     if spec["model"]["type"] != "BPE" or spec["model"].get("byte_fallback"):
         kind = spec["model"]["type"] + (" with byte fallback" if spec["model"].get("byte_fallback") else "")
         raise UserError(f"expected a verifier with byte-level BPE tokens, found {kind}: this is not written as GGUF")
+    if spec["pre_tokenizer"] is None or "ByteLevel" not in json.dumps(spec["pre_tokenizer"]):
+        raise UserError(
+            "expected a verifier with byte-level BPE tokens, found another BPE: this is not written as GGUF"
+        )
+    if (largest := max(tokenizer.get_vocab().values())) >= verifier.vocab_size:
+        raise UserError(
+            f"expected a tokenizer of at most {verifier.vocab_size} tokens, the verifier's, found id {largest}"
+        )
     tokens = [f"[PAD{i}]" for i in range(verifier.vocab_size)]
     types = [gguf.TokenType.UNUSED] * verifier.vocab_size
     special = {row["content"]: row["special"] for row in spec["added_tokens"]}

@@ -20,6 +20,7 @@ from conf.errors import UserError
 from models.export.folder import (
     CONFIG,
     EMBEDDING,
+    MEDUSA_WEIGHTS,
     NOTES,
     WEIGHTS,
     Shapes,
@@ -36,7 +37,6 @@ from models.heads.medusa import MedusaConfig
 from models.verifier import Verifier
 from models.vocab import DraftVocab
 
-PUBLISHED = "medusa_lm_head.safetensors"  # the other name of the weights: FasterDecoding's, and TensorRT-LLM's
 TOKEN_MAP, LM_HEAD = "token_map", "lm_head.weight"
 MAPS = {TOKEN_MAP: torch.int64}
 OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -109,14 +109,11 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     Absent biases are zero, and a map in another order is sorted, with the rows of the LM head.
     """
     folder = Path(folder)
-    if weights_file(folder).name == PUBLISHED and (folder / CONFIG).is_file():
-        values, tensors = read_config(folder / CONFIG), read_tensors(folder / PUBLISHED)
+    if weights_file(folder).name == MEDUSA_WEIGHTS and (folder / CONFIG).is_file():
+        values, tensors = read_config(folder / CONFIG), read_tensors(folder / MEDUSA_WEIGHTS)
     else:
         values, tensors = read_folder(folder)
     card = card_of(values, verifier, folder)
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise UserError(f"{folder}: expected finite values in {name}, found others: the head is broken")
     if values.get("logit_scale", 1.0) != 1.0:
         raise UserError(
             f"{folder / CONFIG}: expected no logit_scale, found {values['logit_scale']}: it isn't supported"
@@ -140,7 +137,9 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
 
 def weights_file(folder: Path) -> Path:
     """Where a folder's weights lie: by the other name only where there is no `model.safetensors`."""
-    return folder / (PUBLISHED if (folder / PUBLISHED).is_file() and not (folder / WEIGHTS).is_file() else WEIGHTS)
+    return folder / (
+        MEDUSA_WEIGHTS if (folder / MEDUSA_WEIGHTS).is_file() and not (folder / WEIGHTS).is_file() else WEIGHTS
+    )
 
 
 def is_medusa(names: list[str], values: dict) -> bool:

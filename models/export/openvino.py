@@ -19,7 +19,7 @@ import torch
 
 from conf.errors import UserError
 from models.export import safeai
-from models.export.folder import CONFIG, NOTES, WEIGHTS, head_tensors, write_folder
+from models.export.folder import CONFIG, NOTES, WEIGHTS, head_tensors, whole, write_folder
 from models.export.native import StoredHead, read_config
 from models.verifier import Verifier
 
@@ -52,7 +52,8 @@ def write(
     write_folder(out, tensors, values)
     digest = hashlib.sha256((out / WEIGHTS).read_bytes()).hexdigest()
     values[NOTES] |= {HEAD_HASH: digest}
-    (out / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+    with whole(out / CONFIG) as file:
+        file.write_text(json.dumps(values, indent=2) + "\n")
     command = convert_command(out, dtype)
     if shutil.which(CONVERTER) and not converted_from(out, digest):
         run(command)
@@ -86,11 +87,21 @@ def convert_command(folder: Path, dtype: torch.dtype) -> list[str]:
 
 
 def run(command: list[str]) -> None:
-    """UserError with the last line of what it said when the conversion fails."""
+    """Converts beside the last word of `command`, which is replaced once all of it is there.
+
+    UserError with the last line of what it said when the conversion fails.
+    """
     log.info(f"converting with {CONVERTER} (about a minute) ...")
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    ir = Path(command[-1])
+    part = ir.with_name(f".{ir.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    call = [*command[:-1], str(part)]
+    done = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     said = [line for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
-    if done.returncode or not (Path(command[-1]) / MODEL).is_file():
+    if not done.returncode and (part / MODEL).is_file():
+        shutil.rmtree(ir, ignore_errors=True)
+        part.rename(ir)
+    else:
         raise UserError(
             f"{CONVERTER} ended with {done.returncode} and no {MODEL}: {said[-1][:300] if said else 'no output'}; "
             f"to see all of it: {shlex.join(command)}"
@@ -100,7 +111,11 @@ def run(command: list[str]) -> None:
 def converted_from(out: Path, digest: str) -> bool:
     """Whether `ir/` is there and was converted from the weights of that hash."""
     place = out / IR / CONFIG
-    return place.is_file() and (read_config(place).get(NOTES) or {}).get(HEAD_HASH) == digest
+    return (
+        (out / IR / MODEL).is_file()
+        and place.is_file()
+        and (read_config(place).get(NOTES) or {}).get(HEAD_HASH) == digest
+    )
 
 
 def finish(ir: Path, notes: dict) -> None:

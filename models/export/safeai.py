@@ -68,7 +68,10 @@ def maps_of(vocab: DraftVocab) -> dict[str, Tensor]:
 def check(tensors: dict[str, Tensor], config: Eagle3Config, place: str) -> None:
     """UserError on an unknown or missing name, a wrong shape, or a wrong or mixed dtype."""
     optional = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    check_tensors(tensors, expected_shapes(config), optional, place, MAPS)
+    shapes = expected_shapes(config)
+    if "t2d" in shapes:  # follows from d2t, and no engine reads it
+        optional["t2d"] = shapes.pop("t2d")
+    check_tensors(tensors, shapes, optional, place, MAPS)
 
 
 def write(
@@ -81,10 +84,27 @@ def write(
     return write_folder(out, tensors, config_json(stored, dtype))
 
 
+def write_sglang(
+    stored: StoredHead, out: Path | str, dtype: torch.dtype = torch.float32, verifier: Verifier | None = None
+) -> Path:
+    """For SGLang, whose loader reads past tensors that it doesn't know. UserError for a head with some of those."""
+    config = stored.config
+    if on := [switch for switch in ("fc_norm", "norm_output") if getattr(config, switch)]:
+        raise UserError(f"expected a plain EAGLE-3 head, found one with {', '.join(on)}: SGLang computes without")
+    if len(config.aux_layers) != 3:
+        raise UserError(f"expected three captured layers, found {list(config.aux_layers)}: SGLang's fc reads three")
+    return write(stored, out, dtype, verifier)
+
+
 def config_json(stored: StoredHead, dtype: torch.dtype) -> dict:
     """config.json as both engines read it. With the default captured layers it names none: each engine's own
     default is then right, while their conventions for written ids differ by one."""
     config = stored.config
+    if config.aux_layers[0] < 1:
+        raise UserError(
+            f"expected captured layers from 1 up, found {list(config.aux_layers)}: 0 is the embedding, which engines "
+            "that count outputs of layers can't name"
+        )
     if stored.verifier.num_layers in config.aux_layers:
         raise UserError(
             f"expected captured layers below {stored.verifier.num_layers}, found {list(config.aux_layers)}: the last "
@@ -123,7 +143,7 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     identity = config.draft_vocab_size == config.vocab_size
     V = config.vocab_size
     vocab = DraftVocab.identity(V) if identity else DraftVocab.from_d2t(tensors["d2t"], V)
-    if not identity and not torch.equal(tensors["t2d"], vocab.t2d):
+    if not identity and "t2d" in tensors and not torch.equal(tensors["t2d"], vocab.t2d):
         raise UserError(f"{folder}: t2d marks other tokens than d2t names; write the head again")
     weights = {name: tensor for name, tensor in tensors.items() if name not in MAPS and name != EMBEDDING}
     notes = values.get(NOTES) or {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.export import medusa, safeai
-from models.export.folder import EMBEDDING, NOTES, WEIGHTS, head_tensors, notes_of, write_folder
+from models.export.folder import EMBEDDING, MEDUSA_WEIGHTS, NOTES, head_tensors, notes_of, write_folder
 from models.export.native import StoredHead
 from models.introspect import default_layers
 from models.verifier import Verifier
@@ -53,7 +53,7 @@ def write_eagle3(
         )
     tensors = head_tensors(stored, dtype, verifier)
     tensors.pop(EMBEDDING, None)
-    maps = {} if stored.vocab.is_identity else {"d2t": stored.vocab.d2t.clone(), "t2d": stored.vocab.t2d.clone()}
+    maps = safeai.maps_of(stored.vocab)
     safeai.check(tensors | maps, config, "export")
     maps.pop("t2d", None)
     values = safeai.config_json(stored, dtype)
@@ -90,6 +90,4 @@ def write_medusa(
         "vocab_size": config.vocab_size,
         NOTES: notes_of(stored),
     }
-    folder = write_folder(out, named, values)
-    (folder / WEIGHTS).rename(folder / medusa.PUBLISHED)
-    return folder
+    return write_folder(out, named, values, MEDUSA_WEIGHTS)

