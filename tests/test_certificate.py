@@ -230,6 +230,7 @@ def test_a_servers_rates_point_to_the_fault(name):
     rates = rates_of(naive_run(verifier, head, along, **FAULTS.get(name, {})))
     found = suspects(verifier, head, PROMPTS, texts, rates)
     assert found == [] if name is None else any(name in fault for fault in found), (rates, found)
+    assert len(found) < len(READINGS)
     assert (rates[0] == 1) == (name is None)
 
 
@@ -245,3 +246,12 @@ def test_a_server_that_differs_is_held_against_the_faults():
     always = Tally(counts.verify_calls, counts.drafted, counts.drafted, (counts.verify_calls,) * DEPTH)
     assert known_faults(verifier, candidate, runs, always) == []  # no fault is that good
     assert known_faults(verifier, Candidate(None, candidate.drafter, "toy", None), runs, always) == []
+    # Texts that follow the head: with the right layers its first draft is always accepted, one late it never is.
+    texts = followed_by(verifier, head)
+    runs = [replace(run, speculative=replace(run.speculative, tokens=t)) for run, t in zip(runs, texts, strict=True)]
+    rounds = [[(at, []) for at in range(1, len(text) - DEPTH)] for text in texts]
+    along = EngineRun("toy", texts, 0, 0, 0, None, rounds, 1.0)
+    rates = rates_of(naive_run(tiny(AROUND), head, along, layers=(3, 5, 6)))
+    late = Tally(1000, 3000, 0, tuple(round(1000 * rate) for rate in rates))
+    found = known_faults(verifier, candidate, runs, late)
+    assert any("one too late" in name for name in found) and len(found) < len(READINGS)

@@ -384,6 +384,16 @@ def test_other_pages_are_refused(text):
         read(text)
 
 
+POSITION = '_per_pos_total{position="%s"} 1'
+
+
+@pytest.mark.parametrize("line", ["_total NaN", "_total +Inf", "_total -1", POSITION % "x", POSITION % "9999999"])
+def test_counters_that_count_nothing_are_refused(line):
+    name = "vllm:spec_decode_num_accepted_tokens"
+    with pytest.raises(UserError, match=f"expected .*{name}.*, found"):
+        read(f"# TYPE {name} counter\n{name}{line}\n" if "per_pos" not in line else f"{name}{line}\n")
+
+
 def one_text(accepted: list[int], kept: int, depth: int = 3) -> Decoded:
     """A text of whole rounds that accepted so many, cut to `kept` tokens."""
     rounds = [Round((7,) * depth, depth, n, (7,) * (n + 1), min(n + 1, depth)) for n in accepted]

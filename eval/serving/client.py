@@ -152,6 +152,7 @@ class Server:
             "stop_token_ids": list(stop_ids),
             "repetition_penalty": 1.0,
             "return_token_ids": True,  # vLLM; others leave it unread
+            "cache_prompt": False,  # llama.cpp, which otherwise sums a prompt in another order the second time
         }
         answer = self._post("/v1/completions", body)
         if answer.status_code != 200:
@@ -162,15 +163,17 @@ class Server:
         try:
             values = answer.json()
             [choice] = values["choices"]
-            given = choice.get("token_ids")
+            given, count = choice.get("token_ids"), values["usage"]["completion_tokens"]
+            if type(count) is not int or count < 0 or not isinstance(choice["text"], str):
+                raise ValueError("no text with a number of tokens")
             return Completion(
                 choice["text"],
-                None if given is None else tuple(given),
-                values["usage"]["completion_tokens"],
+                None if given is None else tuple(map(int, given)),
+                count,
                 choice["finish_reason"],
                 values.get("system_fingerprint"),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.url}/v1/completions: expected an OpenAI completion, found {answer.text[:80]!r}"
             ) from error
@@ -206,13 +209,24 @@ class Server:
         body = {"model": self.model, "messages": messages}
         answer = self._post("/tokenize", body | {"add_generation_prompt": True})
         if answer.status_code == 200:
-            values = answer.json()
-            if values.get("count") and values.get("tokens"):
+            values = _object(answer)
+            if values.get("count") and isinstance(values.get("tokens"), list):
                 return values["tokens"], values["count"], "/tokenize"
         answer = self._post("/v1/chat/completions", body | {"max_tokens": 1, "temperature": 0})
         if answer.status_code != 200:
             return None, None, _first_line(answer)
-        return None, (answer.json().get("usage") or {}).get("prompt_tokens"), "/v1/chat/completions"
+        usage = _object(answer).get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return None, count, "/v1/chat/completions" if count else "its chat completion counts no prompt tokens"
+
+
+def _object(answer: httpx.Response) -> dict:
+    """The JSON object in an answer; empty where there is none, as from a proxy's page."""
+    try:
+        values = answer.json()
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _said(error: Exception) -> str:

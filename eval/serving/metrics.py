@@ -27,6 +27,8 @@ from conf.errors import UserError
 from eval.counts import ratio
 from eval.speculative.loop import Decoded
 
+MOST_POSITIONS = 1000  # no draft is longer
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -174,11 +176,18 @@ def read(text: str, model: str | None = None) -> Snapshot:
         return round(sum(s.value for s in of(name))) if of(name) else None
 
     def gauge(name: str | None) -> float | None:
-        return max((s.value for s in of(name)), default=None)
+        return max((s.value for s in of(name) if s.value == s.value), default=None)  # NaN: nothing was drafted yet
 
+    for name in (engine.drafts, engine.drafted, engine.accepted, engine.positions, engine.generated, engine.requests):
+        for sample in of(name):
+            if not 0 <= sample.value < float("inf"):
+                raise UserError(f"expected a count of {sample.name} from /metrics, found {sample.value}")
     places: dict[int, float] = {}
     for sample in of(engine.positions):
-        place = int(sample.labels["position"])
+        label = sample.labels.get("position", "")
+        if not label.isdecimal() or int(label) > MOST_POSITIONS:
+            raise UserError(f"expected positions of {sample.name} from 0 to {MOST_POSITIONS}, found '{label}'")
+        place = int(label)
         places[place] = places.get(place, 0) + sample.value
     return Snapshot(
         engine,

@@ -60,7 +60,10 @@ def write(
     if (out / IR / MODEL).is_file():
         finish(out / IR, values[NOTES])
     else:
-        log.info(f"no {CONVERTER} here: run `{shlex.join(command)}` where optimum-intel is, then this command again")
+        log.warning(
+            f"not finished: no {CONVERTER} on the PATH. Run `{shlex.join(command)}` where optimum-intel is "
+            f"(make .engines/openvino/.done), then this command again, which writes the captured layers into {out / IR}"
+        )
     return out
 
 

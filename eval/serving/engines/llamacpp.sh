@@ -7,6 +7,7 @@ folder=${1:?give the folder to build in}
 jobs=${2:-1}
 version=11434.0.0
 
+echo "building llama.cpp's server in $folder: about ten minutes of one core"
 mkdir -p "$folder"
 cd "$folder"
 [ -d venv ] || "${PYTHON:-python3}" -m venv venv
