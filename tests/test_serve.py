@@ -448,7 +448,7 @@ def evidence(server, ours=(300, 200, 150), drafts=1000, **more) -> Evidence:
     mine = Tally(drafts, 3 * drafts, sum(ours), tuple(ours))
     each = [Tally(drafts // 20, accepted=sum(ours) // 20 + 10 * (n % 3 - 1)) for n in range(20)]
     theirs = Tally(drafts, more.pop("drafted", 3 * drafts), sum(server), tuple(server))
-    return Evidence("vLLM", theirs, mine, each, 3, "float32", **more)
+    return Evidence(theirs, mine, each, "float32", **more)
 
 
 FAR = TextDifference("p1", 12, "a", "b", 4.0)
@@ -501,4 +501,4 @@ def test_nothing_is_made_up_where_nothing_shows():
     assert likely_causes(evidence((300, 200, 150))) == [
         "none that the counts show; python -m eval.serving.check runs the engine itself and compares each draft"
     ]
-    assert judge(Evidence("vLLM", Tally(0), Tally(0), [], 3, "float32")).by == "none"
+    assert judge(Evidence(Tally(0), Tally(0), [], "float32")).by == "none"

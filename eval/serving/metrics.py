@@ -31,7 +31,7 @@ MOST_POSITIONS = 1000  # no draft is longer
 
 
 @dataclass(frozen=True)
-class Engine:
+class CounterNames:
     """Names of an engine's counters and gauges, without a counter's `_total`; None for what it doesn't have."""
 
     name: str
@@ -56,12 +56,12 @@ def _counters(prefix: str) -> dict[str, str]:
     }
 
 
-ENGINES = {
-    "vllm": Engine(
+COUNTERS = {
+    "vllm": CounterNames(
         "vLLM", "whole", generated="vllm:generation_tokens", requests="vllm:request_success", **_counters("vllm")
     ),
-    "llamacpp": Engine("llama.cpp", "room", generated="llamacpp:tokens_predicted", **_counters("llamacpp")),
-    "sglang": Engine(
+    "llamacpp": CounterNames("llama.cpp", "room", generated="llamacpp:tokens_predicted", **_counters("llamacpp")),
+    "sglang": CounterNames(
         "SGLang",
         "handed",
         "sglang:spec_verify_calls",
@@ -129,7 +129,7 @@ class Snapshot:
     generated, requests: tokens handed out and requests that ended, whoever sent them.
     """
 
-    engine: Engine
+    engine: CounterNames
     drafts: int | None
     drafted: int | None
     accepted: int | None
@@ -151,7 +151,7 @@ class Snapshot:
 def read(text: str, model: str | None = None) -> Snapshot:
     """The counters in a /metrics page, those of `model` where a server counts by model.
 
-    Raises UserError for a page that is no Prometheus text or that none of `ENGINES` wrote.
+    Raises UserError for a page that is no Prometheus text or that none of `COUNTERS` wrote.
     """
     samples: dict[str, list] = {}
     try:
@@ -160,7 +160,7 @@ def read(text: str, model: str | None = None) -> Snapshot:
                 samples.setdefault(sample.name.removesuffix("_total"), []).append(sample)
     except ValueError as error:
         raise UserError(f"expected Prometheus text from /metrics, found something else ({error})") from error
-    engine = next((e for key, e in ENGINES.items() if any(name.startswith(f"{key}:") for name in samples)), None)
+    engine = next((e for key, e in COUNTERS.items() if any(name.startswith(f"{key}:") for name in samples)), None)
     if engine is None:
         raise UserError(
             f"expected metrics of vLLM, SGLang or llama.cpp (vllm:, sglang:, llamacpp:) from /metrics, found "

@@ -68,11 +68,9 @@ def serve(cfg) -> Outcome:
     runs = our_runs(verifier, candidate, prompts, settings)
     each = [tally_of(run.speculative, snapshot.engine.rule, depth, settings.max_new_tokens) for run in runs]
     evidence = Evidence(
-        engine=snapshot.engine.name,
         server=tally,
         ours=pooled(each),
         each=each,
-        depth=depth,
         dtype=str(verifier.dtype).removeprefix("torch."),
         texts=compare_texts(verifier, runs, texts),
         wavers=wavers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from eval.counts import Counts, bootstrap_tau, wilson
 from eval.measure import TIE, PromptRun
@@ -43,21 +43,20 @@ class Evidence:
     """All that the verdict rests on. server, ours: counted by the same rule, over the same prompts.
 
     each: our tally of each prompt. texts: of those that differ. wavers: the same request gave two texts.
-    traffic: why the counters are not of our requests alone, or "".  depth: of the drafts; trees: the server's are.
+    traffic: why the counters are not of our requests alone, or "".  trees: the server drafts such.
+    faults: known ones that would give the server's acceptance (eval.serving.suspects).
     """
 
-    engine: str
     server: Tally
     ours: Tally
     each: Sequence[Tally]
-    depth: int
     dtype: str
     texts: Sequence[TextDifference] = ()
     wavers: bool = False
     template: Template = Template(None, "")
     traffic: str = ""
     trees: bool = False
-    faults: Sequence[str] = field(default=())
+    faults: Sequence[str] = ()
 
     @property
     def moved(self) -> list[TextDifference]:
