@@ -1,4 +1,4 @@
-"""Pieces of a decoder layer that heads share: RMSNorm, rotary positions, gated MLP, grouped-query attention."""
+"""Pieces of a decoder layer that heads share: RMSNorm, rotary positions, gated MLP."""
 
 from __future__ import annotations
 
@@ -84,43 +84,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-def anchor_attention(
-    q_PHF: Tensor,
-    keys: list[tuple[Tensor, Tensor]],
-    own_k: list[Tensor],
-    own_v: list[Tensor],
-    anchors: list[int],
-    masks: list[Tensor],
-) -> Tensor:
-    """Attention of one TTT step: the document's step-0 keys up to the anchor, and the anchor's own later keys.
-
-    q_PHF:   queries of all anchors.  Returns [P, H, F].
-    keys:    per run of rows, the step-0 (keys, values), each [h, length, F].
-    own_k/v: per later step so far, [P, h, F].
-    anchors, masks: see AnchorPlan.
-    One softmax over both parts; anchors never meet each other's later keys (2503.01840, section 3).
-    """
-    P, H, size = q_PHF.shape
-    heads = keys[0][0].shape[0]
-    group = H // heads
-    q_PhgF = q_PHF.view(P, heads, group, size) * size**-0.5
-    own = [(q_PhgF * k.unsqueeze(2)).sum(-1) for k in own_k]
-    own_Phgj = torch.stack(own, dim=-1) if own else q_PhgF.new_empty(P, heads, group, 0)
-    outputs, weights = [], []
-    parts = zip(q_PhgF.split(anchors), own_Phgj.split(anchors), keys, masks, strict=True)
-    for q, own_scores, (k, v), mask in parts:
-        count, length = len(q), k.shape[1]
-        rows = q.transpose(0, 1).reshape(heads, count * group, size)
-        scores = (rows @ k.transpose(1, 2)).view(heads, count, group, length)
-        scores = torch.cat([scores + mask.unsqueeze(1), own_scores.transpose(0, 1)], dim=-1)
-        p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-        out = p[..., :length].reshape(heads, count * group, length) @ v
-        outputs.append(out.view(heads, count, group, size).transpose(0, 1))
-        weights.append(p[..., length:].transpose(0, 1))
-    out_PhgF = torch.cat(outputs)
-    if own:
-        p_Phgj = torch.cat(weights)
-        out_PhgF = out_PhgF + sum(p_Phgj[..., j, None] * v.unsqueeze(2) for j, v in enumerate(own_v))
-    return out_PhgF.reshape(P, H, size)

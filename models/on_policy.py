@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.objectives import Labels
 from models.states import VerifierStates
-from models.supervision import anchor_rows, supervised
+from models.supervision import supervised
 from models.token_loss import choices
 from models.tree import TreeRows
 
@@ -63,7 +63,7 @@ def drafted_states(verifier, states: VerifierStates, tokens_KP: Tensor, counted_
     out_KPD = states.last_PD.new_zeros(K - 1, P, states.last_PD.shape[1])
     if K == 1 or not bool(counted_P.any()):
         return out_KPD
-    anchor_P, document_N = anchor_rows(states), states.document_BT.flatten()
+    anchor_P, document_N = states.layout.anchor_P, states.document_BT.flatten()
     for document in document_N[anchor_P[counted_P]].unique().tolist():
         row_T = (document_N == document).nonzero().squeeze(1)
         chosen_P = (counted_P & (document_N[anchor_P] == document)).nonzero().squeeze(1)

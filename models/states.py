@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from models.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,16 @@ class VerifierStates:
     top_P: Tensor
     lse_P: Tensor
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Where documents and anchors lie. Asked for before `to`, it is worked out on the host and comes along."""
+        return Layout.of(self.document_BT, self.position_BT, self.last_index_P)
+
     def to(self, device: torch.device | str) -> VerifierStates:
-        """The same record with every tensor on `device`."""
-        return replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        """The same record with every tensor on `device`; nothing waits for it."""
+        moved = replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        moved.__dict__["layout"] = self.layout.to(device)
+        return moved
 
 
 @dataclass(frozen=True)

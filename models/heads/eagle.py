@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from models import attention
+from models.anchor_attention import attention_of
 from models.cache import KVCache
 from models.heads.config import LayerConfig
 from models.heads.start import check_embedding, check_vocab
-from models.layers import GatedMLP, RMSNorm, Rotary, anchor_attention, rotate
+from models.layers import GatedMLP, RMSNorm, Rotary, rotate
 from models.states import VerifierStates
-from models.supervision import anchor_plan
 from models.tree import TreeRows
 from models.vocab import DraftVocab
 
@@ -85,6 +85,7 @@ class EagleHead(nn.Module, ABC):
     """
 
     softcap: float | None = None  # of the logits
+    attention: str = "auto"  # in training; see models.anchor_attention
 
     def __init__(self, config: EagleConfig, embedding_VD: Tensor, vocab: DraftVocab) -> None:
         super().__init__()
@@ -121,6 +122,10 @@ class EagleHead(nn.Module, ABC):
         """The layer's inputs of rows with these token parts [.., E] and hidden states [.., D]."""
 
     @abstractmethod
+    def keys_values(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of `project` alone, of rows that draft nothing: [.., h, F] each, not rotated yet."""
+
+    @abstractmethod
     def final(self, out: Tensor) -> Tensor:
         """Layer output [.., D] -> what the LM head reads."""
 
@@ -138,33 +143,33 @@ class EagleHead(nn.Module, ABC):
     def unroll(self, states: VerifierStates, steps: int, tokens_KP: Tensor | None = None) -> Iterator[Tensor]:
         """Training-time test (2503.01840): yields out_PD of draft steps 0..steps-1 at the anchors.
 
-        Step 0 needs keys and values of every row, everything else only at the anchors. Anchor t at step k reads token
-        x_{t+1+k} (tokens_KP: another one from step 1 on), position t + k, its own step k-1 output. Rows past the end
-        of an answer are computed on junk and must be left out by `supervised`.
+        Every row pays `fuse` and the keys and values of step 0; everything else is computed at the anchors alone. Anchor
+        t at step k reads token x_{t+1+k} (tokens_KP: another one from step 1 on), position t + k, its own step k-1
+        output. Rows past the end of an answer are computed on junk and must be left out by `supervised`.
         """
-        plan = anchor_plan(states, next(self.parameters()).dtype)
+        layout, attend = states.layout, attention_of(states, self.attention)
         following_N = F.pad(states.input_ids_BT[:, 1:], (0, 1)).flatten()
-        token_NE = self.token_part(following_N)
-        row = self.project(token_NE, self.fuse(states.aux_BTAD.flatten(0, 1)))
-        k_NhF = rotate(row.k, *self.rotary(states.position_BT.flatten(), row.k.dtype))
-        runs = zip(k_NhF.split(plan.lengths), row.v.split(plan.lengths), strict=True)
-        keys = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in runs]
+        hidden_ND = self.fuse(states.aux_BTAD.flatten(0, 1))
+        k_NhF, v_NhF = self.keys_values(following_N, hidden_ND)
+        k_NhF = rotate(k_NhF, *self.rotary(states.position_BT.flatten(), k_NhF.dtype))
 
-        own_k, own_v = [], []
-        residual_PD, q_PHF = row.residual[plan.anchor_P], row.q[plan.anchor_P]
-        out_PD = None
+        # Where (t, k) counts, row t + k is an anchor too: its token's part is the one of anchor p + k.
+        token_PE = self.token_part(following_N[layout.anchor_P])
+        hidden_PD, own_k, own_v = hidden_ND[layout.anchor_P], [], []
         for k in range(steps):
-            angles = self.rotary(plan.position_P + k, q_PHF.dtype)
             if k:
-                row_P = (plan.anchor_P + k).clamp_max(len(following_N) - 1)
-                token_PE = token_NE[row_P] if tokens_KP is None else self.token_part(tokens_KP[k])
-                row = self.project(token_PE, self.feedback(out_PD))
+                token_KE = F.pad(token_PE[k:], (0, 0, 0, min(k, len(token_PE))))
+                row = self.project(token_KE if tokens_KP is None else self.token_part(tokens_KP[k]), hidden_PD)
+            else:
+                row = self.project(token_PE, hidden_PD)
+            angles = self.rotary(layout.position_P + k, row.q.dtype)
+            if k:
                 own_k.append(rotate(row.k, *angles))
                 own_v.append(row.v)
-                residual_PD, q_PHF = row.residual, row.q
-            attended = anchor_attention(rotate(q_PHF, *angles), keys, own_k, own_v, plan.anchors, plan.masks)
-            out_PD = self.layer.finish(residual_PD, attended)
+            attended = attend(rotate(row.q, *angles), k_NhF, v_NhF, own_k, own_v)
+            out_PD = self.layer.finish(row.residual, attended)
             yield out_PD
+            hidden_PD = self.feedback(out_PD)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim))

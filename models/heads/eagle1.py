@@ -98,8 +98,16 @@ class Eagle1Head(EagleHead):
 
     def project(self, token_part: Tensor, hidden: Tensor) -> Projected:
         """The residual is fc's output."""
-        x = token_part + F.linear(hidden, self.fc.weight[:, self.config.hidden_size :])
+        x = self._fused(token_part, hidden)
         return Projected(x, *(self._heads(projection(x)) for projection in self.layer.self_attn.projections))
+
+    def keys_values(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x = self._fused(self.token_part(tokens), hidden)
+        _, k, v = self.layer.self_attn.projections
+        return self._heads(k(x)), self._heads(v(x))
+
+    def _fused(self, token_part: Tensor, hidden: Tensor) -> Tensor:
+        return token_part + F.linear(hidden, self.fc.weight[:, self.config.hidden_size :])
 
     def final(self, out: Tensor) -> Tensor:
         return out

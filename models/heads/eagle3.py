@@ -92,16 +92,24 @@ class Eagle3Head(EagleHead):
     def token_part(self, tokens: Tensor) -> Tensor:
         """The embedding halves of queries, keys and values, side by side."""
         D = self.config.hidden_size
-        embedded = self.midlayer.input_layernorm(self.embedding_VD[tokens].to(self.fc.weight.dtype))
-        return torch.cat([F.linear(embedded, m.weight[:, :D]) for m in self.midlayer.self_attn.projections], dim=-1)
+        weight = torch.cat([m.weight[:, :D] for m in self.midlayer.self_attn.projections])
+        return F.linear(self._embedded(tokens), weight)
 
     def project(self, token_part: Tensor, hidden: Tensor) -> Projected:
         """The residual is the un-normed hidden state."""
         D, projections = self.config.hidden_size, self.midlayer.self_attn.projections
-        normed = self.midlayer.hidden_norm(hidden)
-        parts = token_part.split([m.out_features for m in projections], dim=-1)
-        q, k, v = (part + F.linear(normed, m.weight[:, D:]) for part, m in zip(parts, projections, strict=True))
+        weight = torch.cat([m.weight[:, D:] for m in projections])
+        both = token_part + F.linear(self.midlayer.hidden_norm(hidden), weight)
+        q, k, v = both.split([m.out_features for m in projections], dim=-1)
         return Projected(hidden, self._heads(q), self._heads(k), self._heads(v))
+
+    def keys_values(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self._embedded(tokens), self.midlayer.hidden_norm(hidden)], dim=-1)
+        _, k, v = self.midlayer.self_attn.projections
+        return self._heads(k(both)), self._heads(v(both))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.midlayer.input_layernorm(self.embedding_VD[tokens].to(self.fc.weight.dtype))
 
     def final(self, out: Tensor) -> Tensor:
         return self.norm(out)

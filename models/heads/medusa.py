@@ -14,7 +14,6 @@ from conf.errors import UserError
 from models.heads.config import HeadConfig
 from models.heads.start import check_vocab, copy_rows
 from models.states import VerifierStates
-from models.supervision import anchor_rows
 from models.vocab import DraftVocab
 
 
@@ -93,7 +92,7 @@ class MedusaHead(nn.Module):
 
     def unroll(self, states: VerifierStates, steps: int) -> Iterator[Tensor]:
         """Yields out_PD of heads 0..steps-1 at the anchors."""
-        hidden_PD = self.fuse(states.aux_BTAD.flatten(0, 1)[anchor_rows(states)])
+        hidden_PD = self.fuse(states.aux_BTAD.flatten(0, 1)[states.layout.anchor_P])
         yield from self.outputs(hidden_PD, steps)
 
     def final(self, out: Tensor) -> Tensor:
