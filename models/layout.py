@@ -1,4 +1,4 @@
-"""Where documents and anchors lie in a packed batch: known to the host before a step begins, so no step waits for it."""
+"""Where documents and anchors lie in a packed batch: known to the host before a step, which need not wait for it."""
 
 from __future__ import annotations
 

@@ -40,18 +40,18 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, StepCounts]:
     """Sum over counted (anchor, step k) of weight * loss, and the sum of those weights.
 
-    head: any of models.heads.  labels: used up, make them for this call.  seed: of the noise on this batch's states.
+    head: any of models.heads.  seed: of the noise on this batch's states.
     Returns (loss_sum, weight_sum, counts): divide by the weights of the whole accumulation window and all
-    ranks, once, so that padding, splitting and ranks change no gradient. Nothing here waits for the device
-    beyond what `unroll` says. Both sums are zero for a batch without label rows.
+    ranks, once, so that padding, splitting and ranks change no gradient. Nothing here waits for the device. Both sums
+    are zero for a batch without label rows.
     """
     K, P = labels.row_KP.shape
     given = {} if labels.tokens_KP is None else {"tokens_KP": labels.tokens_KP}
     out_ND = torch.cat(list(head.unroll(with_noise(states, objective.noise, seed), K, **given)))
-    hidden_ND, row_N = head.final(out_ND), labels.row_KP.flatten()
-    top_KP = head.inverse_V[labels.top_N][labels.row_KP]
+    hidden_ND = head.final(out_ND)
+    top_KP = head.inverse_V[labels.top_M][labels.row_KP]
     usable_KP = labels.counted_KP & (top_KP >= 0)
-    dtype = labels.logits_NR.dtype
+    dtype = torch.promote_types(states.lse_P.dtype, torch.float32)
 
     def hits(choice_N: Tensor) -> Tensor:
         return (choice_N.view(K, P) == top_KP) & labels.counted_KP
@@ -61,12 +61,11 @@ def head_loss(
     step_KP = objective.step_weights(early).to(dtype)
     weight_KP = step_KP * usable_KP
     terms = TokenTerms(objective.token, objective.token_weight, objective.top_k_weight, objective.top_k, head.softcap)
-    target_NR = labels.probabilities()
-    rows = token_loss(hidden_ND, head.lm_weight, target_NR, row_N, weight_KP.flatten(), terms)
+    rows = token_loss(hidden_ND, head.lm_weight, labels.law, labels.pair_MU, weight_KP.flatten(), terms)
     hit_KP = hits(rows.choice_N)
     extra_KP = torch.zeros_like(weight_KP)
     if objective.feature_weight:
-        feature_N = feature_loss(out_ND, labels.last_ND[row_N], dtype)
+        feature_N = feature_loss(out_ND, labels.last_MD[labels.row_KP.flatten()], dtype)
         extra_KP = extra_KP + objective.feature_weight * feature_N.view(K, P) * weight_KP
     if objective.survival_weight:
         survived_KP, logit_N1 = hit_KP.cumprod(0).to(dtype), head.survival(hidden_ND).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 from conf.errors import UserError
 from models.states import VerifierStates
 from models.supervision import supervised
+from models.token_loss import Law
 
 TOKEN = ("ce", "lk", "lk_alpha")
 WEIGHTS = ("decay", "vat")
 TOKENS = ("given", "own")
+Logits = Callable[[Tensor], Tensor]  # post-norm last hidden [n, D] -> logits of the draft columns [n, R], float32
 
 
 @dataclass(frozen=True)
@@ -70,31 +73,38 @@ class Objective:
 
 @dataclass
 class Labels:
-    """The verifier's laws that label a batch, N of them, and which one (anchor p, step k) learns from.
+    """The verifier's laws that label a batch, M of them, and which one (anchor p, step k) learns from.
 
-    logits_NR:   of the draft columns, float32 or better. Its memory is used up by the loss (it is the largest tensor of
-                 a step, and a second one would double that).
-    lse_N, top_N: log-sum-exp and argmax of the full vocabulary.  last_ND: post-norm last hidden at the same rows.
-    row_KP:      the law of each pair.  counted_KP: does the pair count?
-    tokens_KP:   what is read at each pair in place of the text; None: the text.
+    law:          probabilities of the draft columns, of label rows as a slice, formed when they are needed.
+    top_M:        argmax over the full vocabulary.  last_MD: post-norm last hidden at the same rows.
+    row_KP:       the law of each pair.  counted_KP: does the pair count?
+    pair_MU:      the other way round: pairs k * P + p that learn from each law; K * P where there are fewer than U.
+    tokens_KP:    what is read at each pair in place of the text; None: the text.
     """
 
-    logits_NR: Tensor
-    lse_N: Tensor
-    top_N: Tensor
-    last_ND: Tensor
+    law: Law
+    top_M: Tensor
+    last_MD: Tensor
     row_KP: Tensor
     counted_KP: Tensor
+    pair_MU: Tensor
     tokens_KP: Tensor | None = None
 
     @classmethod
-    def given(cls, states: VerifierStates, logits_PR: Tensor, steps: int) -> Labels:
+    def given(cls, states: VerifierStates, logits: Logits, steps: int) -> Labels:
         """Of the text itself: the law of (p, k) is that of label row p + k."""
-        P, device = len(states.last_index_P), logits_PR.device
-        # Past the end nothing is counted.
-        row_KP = torch.stack([torch.arange(k, P + k, device=device) for k in range(steps)]).clamp_max(P - 1)
-        return cls(logits_PR, states.lse_P, states.top_P, states.last_PD, row_KP, supervised(states, steps))
+        P, device = len(states.last_index_P), states.last_index_P.device
+        p, k = torch.arange(P, device=device), torch.arange(steps, device=device)[:, None]
+        row_KP = (p + k).clamp_max(P - 1)  # past the end nothing is counted
+        pair_MU = torch.where(p >= k, k * P + p - k, steps * P).T
+        law = law_of(logits, states.last_PD, states.lse_P)
+        return cls(law, states.top_P, states.last_PD, row_KP, supervised(states, steps), pair_MU)
 
-    def probabilities(self) -> Tensor:
-        """The verifier's full-vocabulary probabilities of the draft columns [N, R], in the memory of the logits."""
-        return self.logits_NR.sub_(self.lse_N.to(self.logits_NR.dtype)[:, None]).exp_()
+
+def law_of(logits: Logits, last_MD: Tensor, lse_M: Tensor) -> Law:
+    """The verifier's full-vocabulary probabilities of the columns that `logits` gives, at rows of its last hidden."""
+
+    def law(rows: slice) -> Tensor:
+        return (logits(last_MD[rows]) - lse_M[rows, None]).exp_()
+
+    return law

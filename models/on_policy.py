@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.objectives import Labels
+from models.objectives import Labels, Logits, law_of
 from models.states import VerifierStates
 from models.supervision import supervised
 from models.token_loss import choices
@@ -17,29 +17,29 @@ from models.tree import TreeRows
 
 
 @torch.no_grad()
-def own_labels(head, verifier, states: VerifierStates, steps: int) -> Labels:
+def own_labels(head, verifier, states: VerifierStates, logits: Logits, steps: int) -> Labels:
     """Labels of greedy drafts: (p, k) reads draft k of anchor p, and learns the verifier's law after it.
 
+    logits: the verifier's, of the draft columns (`Verifier.draft_logits`).
+
     A pair counts where its anchor does at step 0 and no draft before it ended the turn. Costs a pass of the verifier
-    over steps - 1 more tokens for each anchor. Its logits, the largest tensor, are held once.
+    over steps - 1 more tokens for each anchor.
     """
     counted_P, P = supervised(states, 1)[0], len(states.last_index_P)
     tokens_KP = own_drafts(head, states, steps)
     last_KPD = torch.cat([states.last_PD[None], drafted_states(verifier, states, tokens_KP, counted_P)])
-    ids_R = None if head.vocab.is_identity else head.vocab.ids_R
-    logits_KPR = last_KPD.new_empty(steps, P, len(head.vocab), dtype=torch.float32)
-    for logits_PR, last_PD in zip(logits_KPR, last_KPD, strict=True):
-        logits_PR.copy_(verifier.logits(last_PD, ids_R))
     top_N, lse_N = verifier.top_and_lse(last_KPD[1:].flatten(0, 1))
     stop_KP = torch.isin(tokens_KP, torch.tensor(verifier.eos_ids, device=tokens_KP.device))
     stop_KP[0] = False
+    row_KP = torch.arange(steps * P, device=tokens_KP.device).view(steps, P)
+    last_MD = last_KPD.flatten(0, 1)
     return Labels(
-        logits_NR=logits_KPR.flatten(0, 1),
-        lse_N=torch.cat([states.lse_P, lse_N]),
-        top_N=torch.cat([states.top_P, top_N]),
-        last_ND=last_KPD.flatten(0, 1),
-        row_KP=torch.arange(steps * P, device=tokens_KP.device).view(steps, P),
+        law=law_of(logits, last_MD, torch.cat([states.lse_P, lse_N])),
+        top_M=torch.cat([states.top_P, top_N]),
+        last_MD=last_MD,
+        row_KP=row_KP,
         counted_KP=counted_P & ~stop_KP.long().cumsum(0).bool(),
+        pair_MU=row_KP.view(-1, 1),
         tokens_KP=tokens_KP,
     )
 

@@ -6,7 +6,7 @@ It captures what a draft head may see (packed documents), and decodes with ragge
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -240,14 +240,24 @@ class Verifier:
     @torch.no_grad()
     def logits(self, hidden_ND: Tensor, ids_R: Tensor | None = None) -> Tensor:
         """Post-norm hidden [..., D] -> float32 logits [..., V], or [..., R] of the given ids; soft-cap and scale in."""
-        hidden_ND = hidden_ND.to(self.dtype)
+        if ids_R is not None:
+            return self.draft_logits(ids_R)(hidden_ND)
+        return introspect.finish_logits(self.config, self.lm_head(hidden_ND.to(self.dtype)).float())
+
+    def draft_logits(self, ids_R: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """`logits` of the given ids, for many calls: their rows of the LM head are copied once."""
         if ids_R is None:
-            logits = self.lm_head(hidden_ND)
-        else:
-            bias = self.lm_head.bias
-            ids_R = ids_R.to(self.device)
-            logits = F.linear(hidden_ND, self.lm_head.weight[ids_R], None if bias is None else bias[ids_R])
-        return introspect.finish_logits(self.config, logits.float())
+            return self.logits
+        ids_R = ids_R.to(self.device)
+        weight_RD, bias = self.lm_head.weight[ids_R], self.lm_head.bias
+        bias_R = None if bias is None else bias[ids_R]
+
+        @torch.no_grad()
+        def logits(hidden_ND: Tensor) -> Tensor:
+            out_NR = F.linear(hidden_ND.to(self.dtype), weight_RD, bias_R)
+            return introspect.finish_logits(self.config, out_NR.float())
+
+        return logits
 
     @torch.no_grad()
     def top_and_lse(self, hidden_PD: Tensor) -> tuple[Tensor, Tensor]:

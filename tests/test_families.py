@@ -153,7 +153,7 @@ def train(head, verifier, document, steps):
     losses = []
     for _ in range(steps):
         ids = None if head.vocab.is_identity else head.vocab.ids_R
-        labels = Labels.given(states, verifier.logits(states.last_PD, ids), K)
+        labels = Labels.given(states, verifier.draft_logits(ids), K)
         loss, weight, _ = head_loss(head, states, labels, objective)
         optimizer.zero_grad()
         (loss / weight).backward()

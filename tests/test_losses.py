@@ -8,7 +8,7 @@ import torch
 from models.packed import native_bfloat16
 from models.supervision import supervised
 from models.token_loss import token_loss
-from toy_head import D, V, make_head, make_states, teacher, ttt_loss
+from toy_head import D, V, make_head, make_states, one_by_one, teacher, ttt_loss
 
 R = 13
 
@@ -96,25 +96,26 @@ def test_loss_gradient_and_counts_equal_the_plain_reference(decay):
 
 
 def test_fused_lm_head_passes_gradcheck_across_blocks(monkeypatch):
-    monkeypatch.setattr("models.token_loss.CHUNK_ELEMENTS", 0)  # blocks of 64 rows: three of them here
+    monkeypatch.setattr("models.token_loss.BLOCK_LOGITS", 200)  # one label row a block
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (150, 5))
     target = torch.rand(6, 5, generator=generator, dtype=torch.float64) / 6
-    label, row_weight = (
-        torch.arange(150) % 6,
-        torch.rand(150, generator=generator, dtype=torch.float64).round(decimals=1),
-    )
+    label = torch.arange(149) % 6  # the last row learns from nothing
+    row_weight = torch.rand(150, generator=generator, dtype=torch.float64).round(decimals=1)
+    row_MU = one_by_one(label, 6).clamp_min(0)
+    row_MU[row_MU == 149] = 150
 
     def loss(h, w):
-        return token_loss(h, w, target, label, row_weight).loss_sum * 3
+        return token_loss(h, w, lambda rows: target[rows], row_MU, row_weight).loss_sum * 3
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(), weight.requires_grad_()))
-    plain = -((target / target.sum(-1, keepdim=True))[label] * (hidden @ weight.T).log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(token_loss(hidden, weight, target, label, row_weight).loss_N, plain.detach())
+    plain = -((target / target.sum(-1, keepdim=True))[label] * (hidden @ weight.T)[:149].log_softmax(-1)).sum(-1)
+    found = token_loss(hidden, weight, lambda rows: target[rows], row_MU, row_weight)
+    torch.testing.assert_close(found.loss_N[:149], plain.detach())
+    assert found.loss_N[149] == found.overlap_N[149] == 0 and found.choice_N[149] == -1
     with torch.no_grad():
-        assert token_loss(hidden, weight, target, label, row_weight).loss_sum == pytest.approx(
-            float(plain @ row_weight)
-        )
+        again = token_loss(hidden, weight, lambda rows: target[rows], row_MU, row_weight)
+        assert again.loss_sum == pytest.approx(float(plain @ row_weight[:149]))
     both = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
     for index, (h, w) in enumerate([(hidden, weight.detach()), (hidden.detach(), weight)]):  # the other one frozen
         assert torch.equal(torch.autograd.grad(loss(h, w), (h, w)[index])[0], both[index])

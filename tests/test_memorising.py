@@ -61,9 +61,7 @@ def learn(kind, verifier, data, steps, objective, updates, rate):
     for update in range(updates):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (update + 1) / 20) * (1 - update / updates)
-        labels = Labels.given(
-            states, verifier.logits(states.last_PD, None if vocab.is_identity else vocab.ids_R), steps
-        )
+        labels = Labels.given(states, verifier.draft_logits(None if vocab.is_identity else vocab.ids_R), steps)
         loss, weight, _ = head_loss(head, states, labels, Objective(steps=steps, **objective))
         optimizer.zero_grad()
         (loss / weight).backward()

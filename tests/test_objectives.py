@@ -11,7 +11,7 @@ from models.losses import feature_loss, head_loss, with_noise
 from models.objectives import Labels, Objective
 from models.supervision import supervised
 from models.token_loss import TokenTerms, acceptance, choices, token_loss
-from toy_head import V, make_head, make_states, teacher, ttt_loss
+from toy_head import V, labels_of, make_head, make_states, one_by_one, teacher, ttt_loss
 
 R, ROWS = 7, 90
 TERMS = {
@@ -60,10 +60,11 @@ def rows(seed=0):
 
 @pytest.mark.parametrize("name", TERMS)
 def test_value_and_gradient_equal_the_plain_loss(name, monkeypatch):
-    monkeypatch.setattr("models.token_loss.CHUNK_ELEMENTS", 0)  # blocks of 64 rows
+    monkeypatch.setattr("models.token_loss.BLOCK_LOGITS", 3 * 9 * R)  # three label rows of nine a block
+    monkeypatch.setattr("models.token_loss.CACHE_LOGITS", 2 * 9 * R)
     hidden, weight, target, label, row_weight = rows()
     hidden.requires_grad_(), weight.requires_grad_()
-    found = token_loss(hidden, weight, target, label, row_weight, TERMS[name])
+    found = token_loss(hidden, weight, lambda part: target[part], one_by_one(label, 11), row_weight, TERMS[name])
     expected = plain_loss(hidden, weight, target, label, TERMS[name])
     torch.testing.assert_close(found.loss_N, expected.detach(), rtol=1e-10, atol=1e-12)
     ours = torch.autograd.grad(found.loss_sum * 3, (hidden, weight))
@@ -81,7 +82,7 @@ def test_disjoint_supports_give_finite_losses_and_gradients(name, dtype):
     target = torch.zeros(1, R, dtype=dtype)
     target[0, 4] = 1
     found = token_loss(
-        hidden, weight, target, torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=dtype), TERMS[name]
+        hidden, weight, lambda rows: target[rows], torch.tensor([[0, 1]]), torch.ones(2, dtype=dtype), TERMS[name]
     )
     assert name.endswith("softcap") or (found.overlap_N == 0).all()
     for value in (found.loss_N, *torch.autograd.grad(found.loss_sum, (hidden, weight))):
@@ -91,7 +92,7 @@ def test_disjoint_supports_give_finite_losses_and_gradients(name, dtype):
 def test_an_empty_teacher_row_gives_finite_gradients():
     hidden, weight = torch.randn(1, 5, requires_grad=True), torch.randn(R, 5, requires_grad=True)
     for terms in TERMS.values():
-        found = token_loss(hidden, weight, torch.zeros(1, R), torch.tensor([0]), torch.ones(1), terms)
+        found = token_loss(hidden, weight, lambda _: torch.zeros(1, R), torch.tensor([[0]]), torch.ones(1), terms)
         for value in (found.loss_sum, *torch.autograd.grad(found.loss_sum, (hidden, weight))):
             assert value.isfinite().all()
 
@@ -107,7 +108,7 @@ def test_acceptance_of_disjoint_laws_has_finite_gradients():
 
 
 def test_choices_are_the_heads_argmax(monkeypatch):
-    monkeypatch.setattr("models.token_loss.CHUNK_ELEMENTS", 0)
+    monkeypatch.setattr("models.token_loss.BLOCK_LOGITS", 0)
     hidden, weight, *_ = rows()
     assert torch.equal(choices(hidden, weight), (hidden @ weight.T).argmax(-1))
     assert choices(hidden[:0], weight).shape == (0,)
@@ -200,19 +201,21 @@ def test_noise_reaches_the_loss():
     objective = Objective(steps=2, noise=0.1)
 
     def loss(seed):
-        return float(head_loss(head, states, Labels.given(states, teacher(states), 2), objective, seed)[0].detach())
+        return float(head_loss(head, states, labels_of(states, teacher(states), 2), objective, seed)[0].detach())
 
     assert loss(5) == loss(5) != loss(6)
 
 
-def test_labels_of_the_text_are_used_up_in_place():
-    states = make_states([["ppABCD"]])
-    logits = teacher(states)
-    labels = Labels.given(states, logits, 2)
-    expected = (logits - states.lse_P[:, None]).exp()
-    found = labels.probabilities()
-    torch.testing.assert_close(found, expected)
-    assert found.data_ptr() == logits.data_ptr() and labels.row_KP.tolist() == [[0, 1, 2], [1, 2, 2]]
+def test_labels_of_the_text_point_both_ways():
+    states, weight = make_states([["ppABCD"]]), torch.randn(5, 16, dtype=torch.float64)
+    labels = Labels.given(states, lambda hidden: hidden @ weight.T, 2)
+    expected = (states.last_PD @ weight.T - states.lse_P[:, None]).exp()
+    torch.testing.assert_close(labels.law(slice(1, 3)), expected[1:])
+    assert labels.row_KP.tolist() == [[0, 1, 2], [1, 2, 2]] and labels.counted_KP.tolist() == [
+        [True] * 3,
+        [True, True, False],
+    ]
+    assert labels.pair_MU.tolist() == [[0, 6], [1, 3], [2, 4]]  # pair k * 3 + p; 6: none
 
 
 @pytest.mark.parametrize(

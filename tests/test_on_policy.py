@@ -29,7 +29,7 @@ def both(eos=()):
 
 
 def labels_of(verifier, head, states):
-    return own_labels(head, verifier, states, K)
+    return own_labels(head, verifier, states, verifier.draft_logits(head.vocab.ids_R), K)
 
 
 def test_drafts_and_their_labels_are_those_of_a_serial_run():
@@ -50,11 +50,11 @@ def test_drafts_and_their_labels_are_those_of_a_serial_run():
             one = torch.tensor([prefix])
             law = verifier.capture(one, torch.zeros_like(one), torch.arange(len(prefix))[None]).last_BTD[0, -1]
             row = int(labels.row_KP[k, p])
-            torch.testing.assert_close(labels.last_ND[row], law, rtol=1e-8, atol=1e-9)
+            torch.testing.assert_close(labels.last_MD[row], law, rtol=1e-8, atol=1e-9)
             logits = verifier.logits(law)
-            assert labels.top_N[row] == logits.argmax() and labels.counted_KP[k, p]
-            torch.testing.assert_close(labels.logits_NR[row], logits[head.vocab.ids_R], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(labels.lse_N[row], logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+            assert labels.top_M[row] == logits.argmax() and labels.counted_KP[k, p]
+            p_target = logits.softmax(-1)[head.vocab.ids_R]
+            torch.testing.assert_close(labels.law(slice(row, row + 1))[0], p_target, rtol=1e-5, atol=1e-7)
             if k == K - 1:
                 break
             draft = int(head.vocab.ids_R[head.logits(out)[0, 0].argmax()])
@@ -88,10 +88,10 @@ def test_where_the_head_is_right_own_drafts_are_the_text():
     ids = list(DOCUMENTS[0].input_ids)
     ids[4:6] = drafts  # the first anchor is row 2, which reads x_3
     states = verifier.states(*packed_rows([Document("a", ids, DOCUMENTS[0].spans), DOCUMENTS[1]]))
-    labels, given = labels_of(verifier, head, states), Labels.given(states, torch.zeros(len(states.top_P), 256), K)
+    labels, given = labels_of(verifier, head, states), Labels.given(states, verifier.draft_logits(None), K)
     assert labels.tokens_KP[1:, 0].tolist() == drafts and given.counted_KP[:, 0].all()
     for k in range(K):
-        own, text = labels.last_ND[labels.row_KP[k, 0]], given.last_ND[given.row_KP[k, 0]]
+        own, text = labels.last_MD[labels.row_KP[k, 0]], given.last_MD[given.row_KP[k, 0]]
         torch.testing.assert_close(own, text, rtol=1e-8, atol=1e-9)
 
 

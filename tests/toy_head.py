@@ -1,5 +1,6 @@
 """A tiny EAGLE-3 head and random verifier states, in float64, that several tests share."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -104,10 +105,23 @@ def teacher(states, R=13, seed=5):
     return torch.randn(len(states.last_index_P), R, generator=generator, dtype=torch.float64)
 
 
+def labels_of(states, teacher_PR, steps):
+    """The text's own labels, by a made-up teacher's logits."""
+    labels = Labels.given(states, lambda hidden: hidden, steps)
+    return replace(labels, law=lambda rows: (teacher_PR[rows] - states.lse_P[rows, None]).exp())
+
+
 def ttt_loss(head, states, teacher_PR, steps, step_decay=0.8, **switches):
     """`head_loss` with the text's own labels."""
     objective = Objective(steps=steps, step_decay=step_decay, **switches)
-    return head_loss(head, states, Labels.given(states, teacher_PR, steps), objective)
+    return head_loss(head, states, labels_of(states, teacher_PR, steps), objective)
+
+
+def one_by_one(label_N, count):
+    """row_MU of `token_loss`: the rows of each label, in order, filled up with N."""
+    rows = [(label_N == label).nonzero().flatten().tolist() for label in range(count)]
+    most = max(map(len, rows))
+    return torch.tensor([[*row, *[len(label_N)] * (most - len(row))] for row in rows])
 
 
 def head_of(verifier, start=True):

@@ -71,6 +71,7 @@ class HeadModule(pl.LightningModule):
         self.stop_wanted = False  # set by a signal; ranks agree on it at the window's end
         self.metrics: dict[str, float] = {}
         self.tokens = 0
+        self._draft_logits = verifier.draft_logits(None if head.vocab.is_identity else head.vocab.ids_R)
         self._place: dict | None = None
         self._weights: list[Tensor] = []
         self._counts: StepCounts | None = None
@@ -96,11 +97,10 @@ class HeadModule(pl.LightningModule):
 
     def labels(self, states: VerifierStates) -> Labels:
         """The verifier's laws that this batch is taught by."""
-        vocab, objective = self.head.vocab, self.settings.objective
+        objective = self.settings.objective
         if objective.tokens == "own":
-            return own_labels(self.head, self.verifier, states, objective.steps)
-        logits_PR = self.verifier.logits(states.last_PD, None if vocab.is_identity else vocab.ids_R)
-        return Labels.given(states, logits_PR, objective.steps)
+            return own_labels(self.head, self.verifier, states, self._draft_logits, objective.steps)
+        return Labels.given(states, self._draft_logits, objective.steps)
 
     def _step(self) -> None:
         """End of a window: agree over ranks, divide, clip, step, and read the counts when it is time."""

@@ -143,9 +143,9 @@ class EagleHead(nn.Module, ABC):
     def unroll(self, states: VerifierStates, steps: int, tokens_KP: Tensor | None = None) -> Iterator[Tensor]:
         """Training-time test (2503.01840): yields out_PD of draft steps 0..steps-1 at the anchors.
 
-        Every row pays `fuse` and the keys and values of step 0; everything else is computed at the anchors alone. Anchor
-        t at step k reads token x_{t+1+k} (tokens_KP: another one from step 1 on), position t + k, its own step k-1
-        output. Rows past the end of an answer are computed on junk and must be left out by `supervised`.
+        Every row pays `fuse` and the keys and values of step 0; everything else is computed at the anchors alone.
+        Anchor t at step k reads token x_{t+1+k} (tokens_KP: another one from step 1 on), position t + k, its own step
+        k-1 output. Rows past the end of an answer are computed on junk and must be left out by `supervised`.
         """
         layout, attend = states.layout, attention_of(states, self.attention)
         following_N = F.pad(states.input_ids_BT[:, 1:], (0, 1)).flatten()
