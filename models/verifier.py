@@ -217,23 +217,25 @@ class Verifier:
         return Captured(out.aux_BTAD, out.last_BTD)
 
     def states(self, input_ids_BT, document_BT, position_BT, span_BT) -> VerifierStates:
-        """The record that heads train on: `capture` with the verifier's law at the label rows."""
+        """The record that heads train on: `capture` with the verifier's law at the label rows.
+
+        On the verifier's device; with arguments on the host, nothing waits for it.
+        """
         captured = self.capture(input_ids_BT, document_BT, position_BT)
-        span_BT = span_BT.to(self.device)
         index_P = label_rows(span_BT)
-        last_PD = captured.last_BTD.flatten(0, 1)[index_P]
+        last_PD = captured.last_BTD.flatten(0, 1)[index_P.to(self.device, non_blocking=True)]
         top_P, lse_P = self.top_and_lse(last_PD)
         return VerifierStates(
-            input_ids_BT=input_ids_BT.to(self.device),
-            document_BT=document_BT.to(self.device),
-            position_BT=position_BT.to(self.device),
+            input_ids_BT=input_ids_BT,
+            document_BT=document_BT,
+            position_BT=position_BT,
             span_BT=span_BT,
             aux_BTAD=captured.aux_BTAD,
             last_PD=last_PD,
             last_index_P=index_P,
             top_P=top_P,
             lse_P=lse_P,
-        )
+        ).to(self.device)
 
     # Logits
 

@@ -17,7 +17,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the usual quintic: slope at zero as
 
 def build_optimizer(head: nn.Module, cfg: OptimConf) -> torch.optim.Optimizer:
     """Over the head's parameters that are trained. Every group carries `initial_lr`, which the schedule scales."""
-    adamw = {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+    adamw = {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay, "fused": True}
     named = {name: parameter for name, parameter in head.named_parameters() if parameter.requires_grad}
     if cfg.name == "adamw":
         optimizer = torch.optim.AdamW(named.values(), lr=cfg.lr, **adamw)
