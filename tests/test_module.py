@@ -258,12 +258,12 @@ def test_ranks_must_agree_with_lightning(verifier):
 
 
 def two_ranks(rank: int, port: int, out: Path) -> None:
-    """One gloo rank of two, as torchrun would start it: three steps of one batch each."""
+    """One gloo rank of two, as torchrun would start it: twenty steps of one batch each."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
     verifier = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
-    module = make(verifier, 3, rank=rank, world=2, count=24)
+    module = make(verifier, 20, rank=rank, world=2, count=100)
     fit(module, TrainerConf(accelerator="cpu", devices=2, precision="32-true", strategy="ddp"), [KeepLast(out, 2)])
     if rank == 0:
         torch.save(parameters(module), out / "two.pt")
@@ -271,7 +271,7 @@ def two_ranks(rank: int, port: int, out: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # newer Pythons; nothing runs in them
 def test_two_ranks_step_as_two_accumulated_batches(verifier, tmp_path):
-    """Two ranks with a batch each take the steps of one process with windows of the same two batches."""
+    """The weights of two processes after 20 steps are those of one, whose windows hold what both were dealt."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -279,13 +279,18 @@ def test_two_ranks_step_as_two_accumulated_batches(verifier, tmp_path):
     ranks = [forked.Process(target=two_ranks, args=(rank, port, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
-    alone = make(verifier, 3, accumulate=2, count=24)
-    assert len(alone.loader.plan(0)) >= 6  # no window crosses an epoch, where ranks are filled up
+    alone = make(verifier, 20, accumulate=2, count=100)
+    steps = zip(*(make(verifier, 20, rank=rank, world=2, count=100).loader.plan(0) for rank in range(2)), strict=True)
+    alone.loader._plan = (0, [batch for step in steps for batch in step])
+    assert len(alone.loader.plan(0)) >= 40  # 20 steps are within an epoch
     fit(alone, CPU, [])
+    assert alone.global_step == 20 and alone.loader.epoch == 0
     for process in ranks:
         process.join(timeout=120)
         assert process.exitcode == 0
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 20
     together = torch.load(tmp_path / "two.pt")
+    started = parameters(make(verifier, 20))
     for name, value in parameters(alone).items():
         torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-6)
+        assert (value - started[name]).abs().max() > 1e-2, "twenty steps move every weight far beyond the tolerance"
