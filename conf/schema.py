@@ -271,14 +271,22 @@ class CompareCommandConf(RunConf):
 class BenchCommandConf(RunConf):
     """python -m eval.bench"""
 
-    kind: str | None = None  # decode | train, the first word of the command
+    kind: str | None = None  # decode | train | sweep | scaling | profile, the first word of the command
     run: str | None = None  # decode: also its head at every depth, with the run's verifier in place of this one
     repeats: int = 5
     max_new_tokens: int = 48
     depth: int = 5
     draft_layers: int = 4  # decode: the verifier's own first layers as an independent draft
     batches: list[int] = field(default_factory=lambda: [8, 64])  # decode: sequences generated at once
-    steps: list[int] = field(default_factory=lambda: [1, 3, 7])  # train: TTT steps K
+    # train: every combination of these; sweep: one at a time around eval.bench_train.MIDDLE; null: the kind's own
+    tokens: list[int] | None = None  # T
+    fractions: list[float] | None = None  # of each document that is answer
+    steps: list[int] | None = None  # TTT steps K
+    vocabularies: list[int] | None = None  # R
+    documents: int = 1  # in the row of T tokens
+    naive: bool = True  # also against our own naive step
+    peer: str | None = "speculators"  # another trainer, whose environment `make` puts below `environments`
+    environments: str = ".engines"
     out: str | None = None  # null: outputs/bench/KIND-TIME.json
     verifier: VerifierConf = field(default_factory=VerifierConf)
 
@@ -303,7 +311,7 @@ class ExportCommandConf(RunConf):
     dtype: str = "auto"  # the verifier's own, as its files have it
     embedding: bool = False  # also write the verifier's embedding, where the format can do without
     # where the head's verifier lies now (it is then checked to be the head's, and its embedding written as well)
-    verifier: str | None = None
+    verifier_source: str | None = None
 
 
 COMMANDS = {

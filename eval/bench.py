@@ -1,7 +1,10 @@
-"""Speed against simple rivals, measured in turns in one run, so that ratios mean something on a noisy machine.
+"""Speed against rivals, measured in turns in one run, so that ratios mean something on a noisy machine.
 
 python -m eval.bench decode [run=DIR]    one sequence, many sequences, and where the time of a round goes
-python -m eval.bench train               a training step against bare matrix products of the same FLOPs
+python -m eval.bench train               EAGLE-3's training step beside our naive one and another trainer's, on the CPU
+python -m eval.bench sweep               the same over tokens, answer fraction, K and draft vocabulary, one at a time
+python -m eval.bench scaling             how the step's time and memory grow
+python -m eval.bench profile             where the step's time goes
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from rich.table import Table
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from eval.bench_decode import bench_decode
-from eval.bench_train import bench_train
+from eval.bench_train import bench_profile, bench_scaling, bench_sweep, bench_train
 from eval.measure import use_threads
 from eval.tables import number
 
@@ -29,26 +32,32 @@ HEADINGS = {
     "verify_ms": "verify",
     "other_ms": "other ms",
 }
+TRAINING = {"train": bench_train, "sweep": bench_sweep, "scaling": bench_scaling, "profile": bench_profile}
 
 
 def bench(cfg) -> Outcome:
-    """cfg: conf.schema.BenchCommandConf. Writes one JSON file and prints its rows."""
-    kinds = {"decode": bench_decode, "train": bench_train}
-    if cfg.kind not in kinds:
-        raise UserError(f"say what to measure: python -m eval.bench decode | train; found {cfg.kind}")
-    if min([cfg.repeats, cfg.max_new_tokens - 1, cfg.depth, cfg.draft_layers, *cfg.batches, *cfg.steps]) < 1:
-        raise UserError("repeats, depth, draft_layers, batches and steps must be 1 or more, max_new_tokens 2 or more")
-    with use_threads(cfg.threads) as threads:
-        verifier, rows = kinds[cfg.kind](cfg)
-    values = {
-        "kind": cfg.kind, "verifier": verifier.name, "dtype": str(verifier.dtype).removeprefix("torch."),
-        "device": str(verifier.device), "threads": threads, "torch": torch.__version__, "repeats": cfg.repeats,
-        "rows": rows,
-    }  # fmt: skip
+    """cfg: conf.schema.BenchCommandConf. Writes a JSON file and prints its rows; of a training step a tabletoo."""
+    if cfg.kind != "decode" and cfg.kind not in TRAINING:
+        raise UserError(f"say what to measure: python -m eval.bench decode | {' | '.join(TRAINING)}; found {cfg.kind}")
+    axes = [*cfg.batches, *(cfg.steps or ()), *(cfg.tokens or ()), *(cfg.vocabularies or ())]
+    if min([cfg.repeats, cfg.max_new_tokens - 1, cfg.depth, cfg.draft_layers, cfg.documents, *axes]) < 1:
+        raise UserError(
+            "repeats, depth, draft_layers, documents, batches, tokens, steps and vocabularies must be 1 or more, "
+            "max_new_tokens 2 or more"
+        )
     path = Path(cfg.out) if cfg.out else Path("outputs", "bench", f"{cfg.kind}-{datetime.now():%Y-%m-%d_%H-%M-%S}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=cfg.json)
+    with use_threads(cfg.threads) as threads:
+        values = {"kind": cfg.kind, "threads": threads, "torch": torch.__version__, "repeats": cfg.repeats}
+        if cfg.kind == "decode":
+            verifier, rows = bench_decode(cfg)
+            values |= {"verifier": verifier.name, "dtype": str(verifier.dtype).removeprefix("torch.")}
+            values |= {"device": str(verifier.device), "rows": rows}
+            console.print(as_table(values))
+        else:
+            values = TRAINING[cfg.kind](cfg, values, path, console)
     path.write_text(json.dumps(values, indent=1) + "\n")
-    Console(stderr=cfg.json).print(as_table(values))
     return Outcome(path, values)
 
 

@@ -1,120 +1,119 @@
-"""The EAGLE-3 training step against bare matrix products of the same FLOPs, and its peak memory."""
+"""The training step of an EAGLE-3 head against rivals, over shapes: which settings, and what is written about them."""
 
 from __future__ import annotations
 
-import resource
-import sys
-from contextlib import nullcontext, suppress
+import itertools
+import json
+import logging
+from dataclasses import astuple, replace
 from pathlib import Path
-from statistics import median
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
+from rich.console import Console
 
-from eval.rivals import against, in_turns
-from eval.speculative.clock import Clock
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from conf.errors import UserError
+from eval.training_bench import scaling, tables
+from eval.training_bench.check import agreement
+from eval.training_bench.plots import plot_axis
+from eval.training_bench.rival import OURS, Process, peer
+from eval.training_bench.run import Bench, measure
+from eval.training_bench.setting import Axes, Setting, write_setting
 from models.loading import native_dtype
-from models.losses import head_loss
-from models.objectives import Labels, Objective
-from models.states import VerifierStates, label_rows
 from models.verifier import Verifier
-from models.vocab import DraftVocab, draft_vocab_size
 
-TOKENS, DOCUMENTS = 1024, 6
+log = logging.getLogger(__name__)
 
 
-def bench_train(cfg) -> tuple[Verifier, list[dict]]:
-    """Forward and backward of the EAGLE-3 step on made-up states, in the precision that training takes here.
+CORE = Axes([2048], [0.4], [3, 7], [8192, 32000])
+SWEEP = Axes([256, 512, 1024, 2048, 4096], [0.1, 0.2, 0.4, 0.7, 1.0], [1, 2, 3, 5, 7], [8192, 16384, 32000, 49152])
+MIDDLE = Setting(2048, 0.4, 7, 8192)
+NAMES = ("tokens", "fraction", "steps", "draft_vocab")
+CHECK = Setting(256, 0.4, 3, 1024)  # of the agreement; a smaller vocabulary takes all of it
 
-    ratio: the step's share of the speed that bare matrix products of the same FLOPs reach.
-    peak_mib: of the process with everything in it (CPU) or of the device's allocator, before anything is timed.
-    """
+
+def bench_train(cfg, values: dict, path: Path, console: Console) -> dict:
+    """Every combination of the axes."""
+    axes = _axes(cfg, CORE)
+    settings = [Setting(*point, documents=cfg.documents) for point in itertools.product(*astuple(axes))]
+    return _compare(cfg, values, path, console, settings)
+
+
+def bench_sweep(cfg, values: dict, path: Path, console: Console) -> dict:
+    """One axis at a time around the middle (the first of an axis that leaves the middle's value out)."""
+    axes = astuple(_axes(cfg, SWEEP))
+    middle = [value if value in axis else axis[0] for value, axis in zip(astuple(MIDDLE), axes, strict=False)]
+    points = {
+        tuple(middle[:i] + [value] + middle[i + 1 :]): None for i, axis in enumerate(axes) for value in axis
+    }  # each once, in order
+    values = _compare(cfg, values, path, console, [Setting(*point, documents=cfg.documents) for point in points])
+    for name, axis in zip(NAMES, axes, strict=True):
+        if len(axis) > 1:
+            others = {other: at for other, at in zip(NAMES, middle, strict=True) if other != name}
+            rows = [row for row in values["rows"] if all(row[other] == at for other, at in others.items())]
+            log.info("%s", plot_axis(rows, name, others, path.with_name(f"{path.stem}-{name}.png")))
+    return values
+
+
+def bench_scaling(cfg, values: dict, path: Path, console: Console) -> dict:
+    """See eval.training_bench.scaling."""
+    bench, values = _begin(cfg, values, path)
+    found = scaling.scaling(bench, _axes(cfg, scaling.AXES), values["dtype"])
+    _show(console, path, tables.scaling_table(found))
+    return values | found
+
+
+def bench_profile(cfg, values: dict, path: Path, console: Console) -> dict:
+    """Of one step, at the last value of each axis."""
+    bench, values = _begin(cfg, values, path)
+    point = [axis[-1] for axis in astuple(_axes(cfg, CORE))]
+    setting = Setting(*point, documents=cfg.documents, dtype=values["dtype"])
+    file = bench.folder / "setting.safetensors"
+    write_setting(file, setting, bench.geometry, bench.aux_layers)
+    with Process(OURS, file, bench.threads, bench.folder / "profile.txt") as process:
+        found = process.ask(do="profile")
+    file.unlink()
+    _show(console, path, tables.profile_table(setting, found))
+    return values | found
+
+
+def _compare(cfg, values: dict, path: Path, console: Console, settings: list[Setting]) -> dict:
+    """Agreement first, then every setting; the JSON is written anew after each."""
+    bench, values = _begin(cfg, values, path)
+    settings = [replace(setting, dtype=values["dtype"]) for setting in settings]
+    smaller = replace(CHECK, draft_vocab=min(CHECK.draft_vocab, bench.geometry["vocab_size"]), dtype=values["dtype"])
+    log.info("losses and gradients are compared")
+    values["agreement"] = agreement(smaller, bench.geometry, bench.aux_layers, bench.peer, bench.threads, bench.folder)
+    values["rows"] = []
+    for n, setting in enumerate(settings, 1):
+        T, part, K, R = astuple(setting)[:4]
+        log.info("setting %d of %d: T=%d, answer %g, K=%d, R=%d", n, len(settings), T, part, K, R)
+        values["rows"] += measure(bench, setting)
+        path.write_text(json.dumps(values, indent=1) + "\n")
+    _show(console, path, tables.markdown(values))
+    return values
+
+
+def _show(console: Console, path: Path, text: str) -> None:
+    """On the terminal, and in a file beside the JSON."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    path.with_suffix(".md").write_text(text + "\n")
+
+
+def _begin(cfg, values: dict, path: Path) -> tuple[Bench, dict]:
+    """What is measured, and with what; a folder for the processes' files beside the JSON."""
     verifier = Verifier.load(**vars(cfg.verifier))
-    head, states = _made_up(verifier)
-    clock = Clock(verifier.device)
-    dtype = native_dtype(verifier.device)
-
-    def step(K: int, counter=None) -> float:
-        head.zero_grad(set_to_none=True)
-        teacher_PR = verifier.logits(states.last_PD, head.vocab.ids_R)  # the loss uses its memory up
-        begun = clock.now()
-        with counter or nullcontext():
-            with torch.autocast(verifier.device.type, dtype, enabled=dtype != torch.float32):
-                labels = Labels.given(states, teacher_PR, K)
-                loss, weight, _ = head_loss(head, states, labels, Objective(steps=K))
-            (loss / weight).backward()
-        return clock.now() - begun
-
-    flops, peaks = {}, {}
-    for K in sorted(cfg.steps):
-        _forget_peak(verifier.device)
-        step(K, counter := FlopCounterMode(display=False))
-        flops[K], peaks[K] = counter.get_total_flops(), _peak_mib(verifier.device)
-    D, wide = verifier.hidden_size, head.config.intermediate_size
-    a, b = (torch.randn(shape, device=verifier.device, dtype=dtype) for shape in ((TOKENS, D), (D, wide)))
-    one = 2 * TOKENS * D * wide
-
-    def products(K: int) -> float:
-        count = -(-flops[K] // one)
-        begun = clock.now()
-        for _ in range(count):
-            a @ b
-        return (clock.now() - begun) * flops[K] / (count * one)
-
-    rivals = {}
-    for K in flops:
-        rivals |= {("step", K): lambda turn, K=K: step(K), ("products", K): lambda turn, K=K: products(K)}
-    seconds = in_turns(rivals, cfg.repeats)
-    return verifier, [
-        {
-            "name": f"K={K}",
-            "tokens_per_second": TOKENS / median(seconds["step", K]),
-            "ratio": against(seconds["products", K], seconds["step", K]),
-            "step_ms": 1e3 * median(seconds["step", K]),
-            "products_ms": 1e3 * median(seconds["products", K]),
-            "gflop": flops[K] / 1e9,
-            "peak_mib": peaks[K],
-        }
-        for K in flops
-    ]
+    dtype = str(native_dtype("cpu")).removeprefix("torch.") if cfg.verifier.dtype == "auto" else cfg.verifier.dtype
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"the training bench runs in float32 or bfloat16, found verifier.dtype={dtype}")
+    other = peer(cfg.environments, cfg.peer) if cfg.peer else None
+    if cfg.peer and other is None:
+        log.warning("%s is not in %s: make %s/%s/.done", cfg.peer, cfg.environments, cfg.environments, cfg.peer)
+    folder = path.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    geometry, aux_layers = verifier.head_geometry, verifier.aux_layers
+    values |= {"verifier": verifier.name, "dtype": dtype, "device": "cpu", "peer": other.name if other else None}
+    return Bench(geometry, aux_layers, values["threads"], cfg.repeats, folder, other, cfg.naive), values
 
 
-def _made_up(verifier: Verifier) -> tuple[Eagle3Head, VerifierStates]:
-    """A head of the verifier's geometry, and one packed row of documents that are two thirds answer."""
-    V, D, device = verifier.vocab_size, verifier.hidden_size, verifier.device
-    R = draft_vocab_size(None, V)
-    vocab = DraftVocab(torch.arange(R), V)
-    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, R)
-    head = Eagle3Head(config, verifier.embedding_VD, vocab).to(device)
-    row_T = torch.arange(TOKENS)
-    document_T = row_T * DOCUMENTS // TOKENS
-    position_T = row_T - torch.searchsorted(document_T, document_T)
-    span_T = torch.where(position_T >= TOKENS // DOCUMENTS // 3, document_T, -1)
-    last_P = label_rows(span_T[None])
-    last_PD = torch.randn(len(last_P), D).to(device, verifier.dtype)
-    logits_PR = verifier.logits(last_PD, vocab.ids_R)
-    top_P, lse_P = vocab.ids_R.to(device)[logits_PR.argmax(-1)], logits_PR.logsumexp(-1)
-    states = VerifierStates(
-        torch.randint(V, (1, TOKENS)), document_T[None], position_T[None], span_T[None],
-        torch.randn(1, TOKENS, len(verifier.aux_layers), D), last_PD, last_P, top_P, lse_P,
-    )  # fmt: skip
-    return head, states.to(device)
-
-
-def _forget_peak(device: torch.device) -> None:
-    """Loading a model needs more than a step; where the system can't forget that peak (not Linux), it stays."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_mib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    with suppress(OSError):
-        (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM:")]
-        return int(line.split()[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+def _axes(cfg, default: Axes) -> Axes:
+    given = {name: getattr(cfg, name) for name in vars(default) if getattr(cfg, name)}
+    return replace(default, **given)

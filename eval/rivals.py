@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from statistics import median
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
-def in_turns(rivals: dict[Hashable, Callable[[int], float]], repeats: int) -> dict[Hashable, list[float]]:
+def in_turns(
+    rivals: dict[Hashable, Callable[[int], Result]], repeats: int, warm_up: bool = True
+) -> dict[Hashable, list[Result]]:
     """What each rival returns in each round, after one round to warm up. They get the round's number."""
-    results: dict[Hashable, list[float]] = {name: [] for name in rivals}
-    for turn in range(-1, repeats):
+    results: dict[Hashable, list[Result]] = {name: [] for name in rivals}
+    for turn in range(-1 if warm_up else 0, repeats):
         for name, run in rivals.items():
             result = run(max(turn, 0))
             if turn >= 0:
