@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from conf.errors import UserError
 from models.export import safeai
 from models.export.__main__ import export
-from models.export.folder import empty_place, whole
 from models.export.formats import write_export
-from models.export.native import StoredHead, VerifierCard, load_head, read_head, save_head
+from models.export.native import StoredHead, VerifierCard, load_head, read_head, save_head, whole
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
@@ -226,12 +225,12 @@ def test_where_an_export_cannot_go(verifier, tmp_path):
         safeai.write(stored, tmp_path / "file")
     safeai.write(stored, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "out" / "model.safetensors") as part:
+    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "out" / "model.safetensors") as (part,):
         part.write_bytes(b"half of it")
         raise KeyboardInterrupt
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
-    empty_place(tmp_path / "out", "config.json")  # what a writer begins with
+    (tmp_path / "out" / "config.json").unlink()
     with pytest.raises(UserError, match="found no config.json"):
         safeai.read(tmp_path / "out")
 

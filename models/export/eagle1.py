@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.export.folder import (
+    CONFIG,
     EMBEDDING,
     NOTES,
     Shapes,
@@ -26,7 +27,7 @@ from models.export.folder import (
     read_folder,
     write_folder,
 )
-from models.export.native import StoredHead, VerifierCard
+from models.export.native import StoredHead, VerifierCard, config_of
 from models.heads.eagle1 import Eagle1Config
 from models.verifier import Verifier
 from models.vocab import DraftVocab
@@ -66,19 +67,19 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     folder = Path(folder)
     values, tensors = read_folder(folder)
     card = card_of(values, verifier, folder)
-    if "fc.bias" in tensors and not bool(tensors["fc.bias"].any()):
-        del tensors["fc.bias"]
     geometry = layer_values(values, folder)
-    config = Eagle1Config(
-        **geometry,
-        draft_vocab_size=geometry["vocab_size"],
-        aux_layers=(card.num_layers,),
-        fc_bias="fc.bias" in tensors,
-        attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        final_logit_softcapping=values.get("final_logit_softcapping"),
-    )
-    optional = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    fields = geometry | {
+        "draft_vocab_size": geometry["vocab_size"],
+        "aux_layers": (card.num_layers,),
+        "fc_bias": "fc.bias" in tensors and bool(tensors["fc.bias"].any()),
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+        "final_logit_softcapping": values.get("final_logit_softcapping"),
+    }
+    config = config_of(Eagle1Config, fields, folder / CONFIG)
+    optional = {EMBEDDING: (config.vocab_size, config.hidden_size), "fc.bias": (config.hidden_size,)}
     check_tensors(tensors, expected_shapes(config), optional, str(folder), {})
+    if not config.fc_bias:
+        tensors.pop("fc.bias", None)
     if EMBEDDING in tensors:
         check_embedding(tensors[EMBEDDING], embedding_VD, folder)
     weights = {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}

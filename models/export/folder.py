@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.export.native import WEIGHTS as NATIVE_WEIGHTS
-from models.export.native import StoredHead, VerifierCard, check_same, read_config, read_tensors
+from models.export.native import StoredHead, VerifierCard, check_same, check_types, read_config, read_tensors, whole
 from models.heads.config import LayerConfig
 from models.heads.start import check_vocab
 from models.verifier import Verifier
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"  # FasterDecoding's name for them, and TensorRT-LLM's
+GGUF, IR = "head.gguf", "ir"  # llama.cpp's, and the folder that OpenVINO's converter makes
 EMBEDDING = "embed_tokens.weight"
 NOTES = "eyrie"  # the key of config.json that is ours
 # Of a head's config, as the verifier has it.
@@ -100,45 +101,56 @@ def head_tensors(stored: StoredHead, dtype: torch.dtype, verifier: Verifier | No
     return tensors
 
 
-def write_folder(out: Path | str, tensors: dict[str, Tensor], values: dict, weights: str = WEIGHTS) -> Path:
-    """The two files, config.json last: a folder without one was not finished. Returns the folder.
+def write_folder(
+    out: Path | str, tensors: dict[str, Tensor], values: dict, weights: str = WEIGHTS, keep_ir: bool = False
+) -> Path:
+    """The two files, in place of an earlier export's; config.json last: a folder without one was not finished.
 
-    weights: the name of the file that holds them; one by the other name is of an earlier export, and goes.
+    weights: the name of the file that holds them.  Returns the folder.
     """
-    out = empty_place(out, CONFIG, WEIGHTS, MEDUSA_WEIGHTS)
-    with whole(out / weights) as file:
+    with new_export(out, weights, CONFIG, keep_ir=keep_ir) as (file, config):
         save_file(tensors, file, metadata={"format": "pt"})
-    with whole(out / CONFIG) as file:
-        file.write_text(json.dumps(values, indent=2) + "\n")
-    return out
+        config.write_text(json.dumps(values, indent=2) + "\n")
+    return Path(out)
 
 
-def empty_place(out: Path | str, *names: str) -> Path:
-    """The folder `out` without files of these names, made where it is absent.
+@contextmanager
+def new_export(out: Path | str, *names: str, keep_ir: bool = False) -> Iterator[list[Path]]:
+    """Yields places to write files of these names, which then replace all files of an earlier export in `out`.
 
-    Raises UserError where it can't be written into, or holds a head of our own, which the export would damage.
+    After an error the earlier ones are as they were.  keep_ir: `ir/` may stay.
+    Raises UserError, before anything is touched, for a folder that can't be written into, that holds a head of our
+    own, or other files than an earlier export's.
     """
     out = Path(out)
     if (out / NATIVE_WEIGHTS).is_file():
         raise UserError(f"expected a folder for the export alone, found the head itself in {out}: give out=DIR")
     try:
+        found = sorted(path.name for path in out.iterdir() if path.suffix != ".part") if out.exists() else []
+        if found and not is_ours(out):
+            raise UserError(
+                f"expected a new folder or an earlier export of ours, found {', '.join(found[:3])} in {out}, which "
+                "would be overwritten: give another out=DIR"
+            )
+        if IR in found and not keep_ir:
+            raise UserError(f"expected no {IR}/ in {out}, found that of an OpenVINO export: delete it or give out=DIR")
         out.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            (out / name).unlink(missing_ok=True)
+        with whole(*(out / name for name in names)) as parts:
+            yield parts
+            for name in (CONFIG, WEIGHTS, MEDUSA_WEIGHTS, GGUF):
+                (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"expected a folder to write into, found {out} ({error.strerror}): give out=DIR") from error
-    return out
 
 
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Yields a place to write; what was written becomes `path` at the end, and nothing does after an error."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+def is_ours(out: Path) -> bool:
+    """Whether a folder holds an export with our notes, in config.json or `head.gguf`."""
+    if (out / CONFIG).is_file():
+        return NOTES in read_config(out / CONFIG)
+    if not (out / GGUF).is_file():
+        return False
+    with (out / GGUF).open("rb") as file:  # the notes stand before the tokens
+        return f"{NOTES}.notes".encode() in file.read(1 << 16)
 
 
 def llama_values(stored: StoredHead, dtype: torch.dtype) -> dict:
@@ -221,10 +233,19 @@ def read_folder(folder: Path | str) -> tuple[dict, dict[str, Tensor]]:
     return read_config(folder / CONFIG), read_tensors(folder / WEIGHTS)
 
 
+def notes_in(values: dict, place: Path | str) -> dict:
+    """Our own notes in a config.json, empty in one from elsewhere; UserError where they are of another shape."""
+    notes = values.get(NOTES) or {}
+    parts = ("verifier", "geometry", "training")
+    if not isinstance(notes, dict) or not all(isinstance(notes.get(part, {}), dict) for part in parts):
+        raise UserError(f"{place}: expected our notes, found {str(notes)[:80]!r}; export again")
+    return notes
+
+
 def card_of(values: dict, verifier: VerifierCard | None, folder: Path) -> VerifierCard:
     """The verifier that the folder's head is for: as our own notes in it say, else as given. UserError where both
     are there and differ, or neither is."""
-    notes = values.get(NOTES) or {}
+    notes = notes_in(values, folder)
     written = VerifierCard.from_dict(notes["verifier"]) if "verifier" in notes else None
     if written and verifier:
         check_same(written, verifier)
@@ -242,10 +263,16 @@ def layer_values(values: dict, folder: Path) -> dict:
         raise UserError(f"{folder / CONFIG}: missing {', '.join(missing)}")
     if values.get("num_hidden_layers", 1) != 1:
         raise UserError(f"{folder / CONFIG}: expected one layer, found {values['num_hidden_layers']}")
+    place = folder / CONFIG
+    check_types(LayerConfig, {key: x for key, x in values.items() if key in plain or x is not None}, place)
+    if not isinstance(values.get("rope_scaling") or {}, dict):
+        raise UserError(f"{place}: expected rope_scaling to be an object, found {values['rope_scaling']!r}")
     scaling = dict(values.get("rope_scaling") or {})
     kind = scaling.pop("type", "default")  # its name before it was rope_type
     theta = values.get("rope_theta", 10000.0)
     rope = values.get("rope_parameters") or {"rope_type": kind, **scaling, "rope_theta": theta}
+    if type(theta := rope.get("rope_theta", 1.0)) not in (int, float) or theta <= 0:
+        raise UserError(f"{place}: expected rope_theta to be a number above 0, found {theta!r}")
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return {key: values[key] for key in plain} | {"head_dim": head_dim, "rope_parameters": rope}
 

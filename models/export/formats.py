@@ -62,8 +62,14 @@ def write_export(
     """Writes the folder and returns it. Raises UserError when this kind of head has no such layout.
 
     dtype: None is the verifier's own.  verifier: the head's; its embedding is written as well, also where the layout
-    can do without.
+    can do without. UserError for a place in the verifier's own folder.
     """
+    for source in {stored.verifier.name, *([verifier.name] if verifier else [])}:
+        folder = Path(source).expanduser().resolve()
+        if folder.is_dir() and Path(out).resolve().is_relative_to(folder):
+            raise UserError(
+                f"expected a place outside the verifier's folder {folder}, found {out}: give another out=DIR"
+            )
     return format_of(stored, name).write(stored, out, dtype or own_dtype(stored), verifier)
 
 

@@ -21,24 +21,24 @@ from conf.errors import UserError
 from models.export import safeai
 from models.export.folder import (
     EMBEDDING,
+    GGUF,
     NOTES,
     Shapes,
     bind,
     card_of,
     check_embedding,
     check_tensors,
-    empty_place,
     head_tensors,
+    new_export,
+    notes_in,
     notes_of,
-    whole,
 )
 from models.export.gguf_file import FILE_TYPES, KINDS, add_tokens, add_value, copy_of, parsed, short
-from models.export.native import StoredHead, VerifierCard, check_same
+from models.export.native import StoredHead, VerifierCard, check_same, config_of
 from models.heads.eagle3 import Eagle3Config
 from models.verifier import Verifier
 from models.vocab import DraftVocab
 
-FILE = "head.gguf"
 ARCHITECTURE = "eagle3"
 NOTES_KEY = f"{NOTES}.notes"  # a JSON string
 FREQUENCIES = "rope_freqs.weight"
@@ -83,6 +83,8 @@ def write(
     if verifier is None or verifier.tokenizer is None:
         raise UserError("expected the verifier with its tokenizer, whose tokens the GGUF file names: pass it")
     check_same(stored.verifier, VerifierCard.of(verifier))
+    if dtype not in KINDS:
+        raise UserError(f"expected float32, float16 or bfloat16 for a GGUF file, found {dtype}")
     config = _servable(stored)
     tensors = head_tensors(stored, dtype, None)
     safeai.check(tensors | safeai.maps_of(stored.vocab), config, "export")  # by the head's own names
@@ -107,13 +109,12 @@ def write(
         kind = Kind.I64 if name == "d2t" else KINDS[tensor.dtype]
         bits = tensor.contiguous().view(torch.uint8) if kind == Kind.BF16 else tensor.contiguous()
         writer.add_tensor(name, bits.numpy(), raw_dtype=kind)
-    out = empty_place(out, FILE)
-    with whole(out / FILE) as file:
+    with new_export(out, GGUF) as (file,):
         writer.write_header_to_file(file)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    return out
+    return Path(out)
 
 
 def expected_shapes(config: Eagle3Config) -> Shapes:
@@ -156,7 +157,7 @@ def rope_factors(config: Eagle3Config) -> Tensor | None:
 def gguf_file(source: Path | str) -> Path | None:
     """The head's file in a folder, `head.gguf` or the only .gguf file; None where there is none or a choice."""
     source = Path(source).expanduser()
-    files = [source / FILE] if (source / FILE).is_file() else list(source.glob("*.gguf"))
+    files = [source / GGUF] if (source / GGUF).is_file() else list(source.glob("*.gguf"))
     return files[0] if len(files) == 1 else None
 
 
@@ -186,7 +187,7 @@ def read(source: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     notes, keys = _notes(reader), _keys(reader)
     card = card_of({NOTES: notes}, verifier, place)
     tensors = {tensor.name: copy_of(tensor, place) for tensor in reader.tensors}
-    config = Eagle3Config.from_dict(notes["config"]) if "config" in notes else _config(keys, tensors, place)
+    config = config_of(Eagle3Config, notes["config"], place) if "config" in notes else _config(keys, tensors, place)
     _check_keys(keys, keys_of(config), place)
     _check(tensors, config, str(place))
     factors = rope_factors(config)
@@ -238,14 +239,14 @@ def _config(keys: dict, tensors: dict[str, Tensor], place: Path) -> Eagle3Config
         rope["rope_type"] = "default"
     if "rope.scaling.factor" in keys:
         rope["factor"] = short(keys["rope.scaling.factor"])
-    return Eagle3Config(
-        **{name: keys[key] for key, name in SIZES.items()},
-        draft_vocab_size=len(tensors["d2t"]) if "d2t" in tensors else keys["vocab_size"],
-        aux_layers=tuple(keys["target_layers"]),
-        rms_norm_eps=short(keys["attention.layer_norm_rms_epsilon"]),
-        hidden_act="silu",
-        rope_parameters=rope,
-    )
+    values = {name: keys[key] for key, name in SIZES.items()} | {
+        "draft_vocab_size": len(tensors["d2t"]) if "d2t" in tensors else keys["vocab_size"],
+        "aux_layers": keys["target_layers"],
+        "rms_norm_eps": short(keys["attention.layer_norm_rms_epsilon"]),
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+    }
+    return config_of(Eagle3Config, values, place)
 
 
 def keys_needed() -> set[str]:
@@ -305,6 +306,7 @@ def _keys(reader: gguf.GGUFReader) -> dict:
 def _notes(reader: gguf.GGUFReader) -> dict:
     """Our own notes; UserError when they are damaged."""
     try:
-        return json.loads(reader.fields[NOTES_KEY].contents()) if NOTES_KEY in reader.fields else {}
+        notes = json.loads(reader.fields[NOTES_KEY].contents()) if NOTES_KEY in reader.fields else {}
     except ValueError as error:
         raise UserError(f"{NOTES_KEY} in the GGUF file is damaged ({error}); write it again") from error
+    return notes_in({NOTES: notes}, "the GGUF file")

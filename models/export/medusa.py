@@ -32,7 +32,7 @@ from models.export.folder import (
     read_folder,
     write_folder,
 )
-from models.export.native import StoredHead, VerifierCard, read_config, read_tensors
+from models.export.native import StoredHead, VerifierCard, check_types, config_of, read_config, read_tensors
 from models.heads.medusa import MedusaConfig
 from models.verifier import Verifier
 from models.vocab import DraftVocab
@@ -123,10 +123,8 @@ def read(folder: Path | str, verifier: VerifierCard | None = None, embedding_VD:
     D, V = _sizes(values, tensors, folder)
     rows = tensors[LM_HEAD]
     vocab = _take_map(tensors, values, V, folder)
-    config = MedusaConfig(
-        hidden_size=D, vocab_size=V, draft_vocab_size=len(vocab), aux_layers=(card.num_layers,), heads=heads,
-        blocks=layers,
-    )  # fmt: skip
+    fields = {"hidden_size": D, "vocab_size": V, "draft_vocab_size": len(vocab), "heads": heads, "blocks": layers}
+    config = config_of(MedusaConfig, fields | {"aux_layers": (card.num_layers,)}, folder / CONFIG)
     check_tensors(tensors, expected_shapes(config), {}, str(folder), MAPS)
     if not vocab.is_identity and values.get("truncated_vocab_size") in (None, V):
         _check_undrafted(rows, vocab, folder)
@@ -157,8 +155,8 @@ def _count(values: dict, what: str, folder: Path) -> int:
     found = {key: value for key, value in values.items() if "num" in key and what in key}
     if what == "layers" and not found:
         return 1
-    counts = set(found.values())
-    if len(counts) != 1 or not all(isinstance(count, int) and count > 0 for count in counts):
+    counts = list({str(count): count for count in found.values()}.values())
+    if len(counts) != 1 or not all(type(count) is int and count > 0 for count in counts):
         raise UserError(f"{folder / CONFIG}: expected one number of {what}, found {found or 'none'}")
     return counts.pop()
 
@@ -217,7 +215,9 @@ def _sizes(values: dict, tensors: dict[str, Tensor], folder: Path) -> tuple[int,
     rows, width = tensors[LM_HEAD].shape
     if "vocab_size" not in values and TOKEN_MAP in tensors:
         raise UserError(f"{folder / CONFIG}: missing vocab_size, which a {TOKEN_MAP} needs")
-    return values.get("hidden_size", width), values.get("vocab_size", rows)
+    sizes = {"hidden_size": values.get("hidden_size", width), "vocab_size": values.get("vocab_size", rows)}
+    check_types(MedusaConfig, sizes, folder / CONFIG)
+    return sizes["hidden_size"], sizes["vocab_size"]
 
 
 def _take_map(tensors: dict[str, Tensor], values: dict, V: int, folder: Path) -> DraftVocab:

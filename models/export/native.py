@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,8 +58,9 @@ class VerifierCard:
 
     @classmethod
     def from_dict(cls, values: dict) -> VerifierCard:
-        """Raises UserError on unknown or missing keys."""
+        """Raises UserError on unknown or missing keys, and values of another type."""
         try:
+            check_types(cls, values, "the head's verifier")
             return cls(**{**values, "eos_token_ids": tuple(values.get("eos_token_ids", ()))})
         except (TypeError, AttributeError) as error:
             raise UserError(f"the head's config does not describe its verifier ({error}); write it again") from error
@@ -80,10 +86,9 @@ class StoredHead:
 
 
 def save_head(folder: Path | str, stored: StoredHead) -> Path:
-    """Write the native folder; returns it."""
+    """Write the native folder; returns it. An earlier head in it is replaced as a whole or stays."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({**stored.tensors, "d2t": stored.vocab.d2t.clone()}, folder / WEIGHTS)
     values = {
         "format": FORMAT,
         "version": VERSION,
@@ -93,8 +98,24 @@ def save_head(folder: Path | str, stored: StoredHead) -> Path:
         "verifier": asdict(stored.verifier),
         "training": stored.training,
     }
-    (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n")
+    with whole(folder / WEIGHTS, folder / CONFIG) as (weights, config):
+        save_file({**stored.tensors, "d2t": stored.vocab.d2t.clone()}, weights)
+        config.write_text(json.dumps(values, indent=1) + "\n")
     return folder
+
+
+@contextmanager
+def whole(*paths: Path) -> Iterator[list[Path]]:
+    """Yields places to write; what was written there becomes `paths` at the end, in their order, and nothing does
+    after an error."""
+    parts = [path.with_name(f".{path.name}.part") for path in paths]
+    try:
+        yield parts
+        for part, path in zip(parts, paths, strict=True):
+            part.replace(path)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
 
 
 def read_head(source: Path | str) -> StoredHead:
@@ -112,7 +133,8 @@ def read_head(source: Path | str) -> StoredHead:
     tensors = read_tensors(folder / WEIGHTS)
     if "d2t" not in tensors:
         raise UserError(f"{folder / WEIGHTS}: missing d2t, the draft vocabulary; write the head again")
-    config = heads.config_from_dict(values.get("head", "eagle3"), values["config"])
+    kind = values.get("head", "eagle3")
+    config = config_of(heads.kind_of(kind)[0], values["config"], folder / CONFIG)
     vocab = DraftVocab.from_d2t(tensors.pop("d2t"), config.vocab_size)
     if vocab.hash != values["vocab_hash"]:
         raise UserError(
@@ -134,11 +156,48 @@ def read_config(path: Path) -> dict:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; UserError when it is damaged."""
+    """The tensors of a safetensors file; UserError when it is damaged or quantised."""
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); write it again") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize < 2:
+            raise UserError(
+                f"{path}: expected {name} in 16 bits or more, found {tensor.dtype}: give an unquantised head"
+            )
+    return tensors
+
+
+def config_of(kind: type[HeadConfig], values: dict, place: Path | str) -> HeadConfig:
+    """The config of this kind of head. UserError for a missing or unknown key, or a value of another type."""
+    check_types(kind, values, place)
+    return kind.from_dict(values)
+
+
+def check_types(kind: type, values: dict, place: Path | str) -> None:
+    """UserError for a value of another type than the field of the dataclass `kind`.
+
+    A plain int is a size, from 1 up; one in a tuple, or that may be None, is an id, from 0 up.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{place}: expected an object, found {values!r}; write it again")
+    for name, hint in get_type_hints(kind).items():
+        if name in values and not _fits(values[name], hint):
+            said = str(getattr(hint, "__name__", hint)) if get_origin(hint) is None else str(hint)
+            raise UserError(f"{place}: expected {name} of type {said}, found {values[name]!r}; write it again")
+
+
+def _fits(value: object, hint, least: int = 1) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(value, part, 0) for part in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, get_args(hint)[0], 0) for item in value)
+    if hint is int:
+        return type(value) is int and value >= least
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint
 
 
 def tensor_names(path: Path) -> list[str]:

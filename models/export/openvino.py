@@ -19,13 +19,13 @@ import torch
 
 from conf.errors import UserError
 from models.export import safeai
-from models.export.folder import CONFIG, NOTES, WEIGHTS, head_tensors, whole, write_folder
-from models.export.native import StoredHead, read_config
+from models.export.folder import CONFIG, IR, NOTES, WEIGHTS, head_tensors, write_folder
+from models.export.native import StoredHead, read_config, whole
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
 
-IR, MODEL = "ir", "openvino_model.xml"
+MODEL = "openvino_model.xml"
 CONVERTER = "optimum-cli"
 MODE, LAYERS = "eagle3_mode", "hidden_layers_list"  # runtime info that the engine reads
 HEAD_HASH = "head_hash"  # in our notes: the hash of model.safetensors
@@ -49,10 +49,10 @@ def write(
     tensors |= safeai.maps_of(stored.vocab)
     safeai.check(tensors, stored.config, "export")
     values = safeai.config_json(stored, dtype)
-    write_folder(out, tensors, values)
+    write_folder(out, tensors, values, keep_ir=True)
     digest = hashlib.sha256((out / WEIGHTS).read_bytes()).hexdigest()
     values[NOTES] |= {HEAD_HASH: digest}
-    with whole(out / CONFIG) as file:
+    with whole(out / CONFIG) as (file,):
         file.write_text(json.dumps(values, indent=2) + "\n")
     command = convert_command(out, dtype)
     if shutil.which(CONVERTER) and not converted_from(out, digest):

@@ -28,7 +28,7 @@ from models.export.folder import (
     read_folder,
     write_folder,
 )
-from models.export.native import StoredHead, VerifierCard
+from models.export.native import StoredHead, VerifierCard, config_of
 from models.heads.eagle3 import Eagle3Config
 from models.introspect import default_layers
 from models.verifier import Verifier
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 MAPS = {"d2t": torch.int64, "t2d": torch.bool}
 # Norm switches of published configs that this head can follow; the last two are on in every EAGLE-3 head.
 NORMS = {"fc_norm", "norm_output", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
+OFF = {"norm_before_residual", "norm_before_fc"}  # that it can't
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -161,7 +162,11 @@ def named_layers(values: dict) -> tuple[int, ...] | None:
 
     Ids at the top are of the stream that enters a layer, nested ones of a layer's output, so one lower.
     """
-    top, nested = values.get(LAYER_IDS), (values.get("eagle_config") or {}).get(LAYER_IDS)
+    nested = values.get("eagle_config") or {}
+    top, nested = values.get(LAYER_IDS), nested.get(LAYER_IDS) if isinstance(nested, dict) else nested
+    for ids in (top, nested):
+        if ids is not None and not (isinstance(ids, list) and all(type(layer) is int for layer in ids)):
+            raise UserError(f"{CONFIG}: expected {LAYER_IDS} to be a list of whole numbers, found {ids!r}")
     lifted = tuple(layer + 1 for layer in nested) if nested else None
     if top and lifted and tuple(top) != lifted:
         log.warning(
@@ -177,14 +182,22 @@ def _config(values: dict, card: VerifierCard, folder: Path) -> Eagle3Config:
         raise UserError(f"{folder / CONFIG}: missing draft_vocab_size")
     if values.get("bias") or values.get("attention_bias"):
         raise UserError(f"{folder / CONFIG}: expected a layer without biases; such a head is not portable")
-    for switch, value in (values | (values.get("eagle_config") or {})).items():
+    layers = layers_of(values, card.num_layers)
+    check_norms(values | (values.get("eagle_config") or {}), folder / CONFIG)
+    fields = geometry | {
+        "draft_vocab_size": values["draft_vocab_size"],
+        "aux_layers": layers,
+        "verifier_hidden_size": values.get("target_hidden_size") or geometry["hidden_size"],
+        "fc_norm": values.get("fc_norm") or False,
+        "norm_output": values.get("norm_output") or False,
+    }
+    return config_of(Eagle3Config, fields, folder / CONFIG)
+
+
+def check_norms(values: dict, place: Path) -> None:
+    """UserError for a norm switch that is on and that this head can't follow, or a known one that is no boolean."""
+    for switch, value in values.items():
+        if switch in NORMS | OFF and not (value is None or type(value) is bool):
+            raise UserError(f"{place}: expected {switch} true or false, found {value!r}")
         if "norm" in switch and value is True and switch not in NORMS:
-            raise UserError(f"{folder / CONFIG}: expected {switch} false, found {value}: another computation")
-    return Eagle3Config(
-        **geometry,
-        draft_vocab_size=values["draft_vocab_size"],
-        aux_layers=layers_of(values, card.num_layers),
-        verifier_hidden_size=values.get("target_hidden_size", values["hidden_size"]),
-        fc_norm=values.get("fc_norm", False),
-        norm_output=values.get("norm_output", False),
-    )
+            raise UserError(f"{place}: expected {switch} false, found {value}: another computation")

@@ -28,7 +28,7 @@ from models.export.folder import (
     read_folder,
     write_folder,
 )
-from models.export.native import StoredHead, VerifierCard
+from models.export.native import StoredHead, VerifierCard, config_of
 from models.export.safeai import LAYER_IDS, MAPS
 from models.heads.eagle3 import Eagle3Config
 from models.verifier import Verifier
@@ -135,17 +135,15 @@ def _config(values: dict, card: VerifierCard, folder: Path) -> Eagle3Config:
     geometry = layer_values({"num_hidden_layers": None, **layer}, folder)
     if values.get("norm_before_residual") is None:
         raise UserError(f"{place}: missing norm_before_residual: the library then takes false, vLLM true; write it")
-    for switch in ("norm_before_residual", "norm_before_fc"):
-        if values.get(switch):
-            raise UserError(f"{place}: expected {switch} false, found {values[switch]}: another computation")
-    return Eagle3Config(
-        **geometry,
-        draft_vocab_size=values["draft_vocab_size"],
-        aux_layers=safeai.layers_of(values, card.num_layers),
-        verifier_hidden_size=values.get("target_hidden_size") or geometry["hidden_size"],
-        fc_norm=bool(values.get("fc_norm")),
-        norm_output=bool(values.get("norm_output")),
-    )
+    safeai.check_norms(values, place)
+    fields = geometry | {
+        "draft_vocab_size": values["draft_vocab_size"],
+        "aux_layers": safeai.layers_of(values, card.num_layers),
+        "verifier_hidden_size": values.get("target_hidden_size") or geometry["hidden_size"],
+        "fc_norm": values.get("fc_norm") or False,
+        "norm_output": values.get("norm_output") or False,
+    }
+    return config_of(Eagle3Config, fields, place)
 
 
 def _renamed(named: dict, old: str, new: str) -> dict:

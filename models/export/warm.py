@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conf.errors import UserError
 from models.export import eagle1, gguf, medusa, safeai, speculators
-from models.export.folder import CONFIG, NOTES
+from models.export.folder import CONFIG, notes_in
 from models.export.native import (
     StoredHead,
     VerifierCard,
@@ -82,7 +82,7 @@ def layers_wanted(source: Path | str) -> list[int] | None:
 def named_verifier(source: Path | str) -> str | None:
     """The verifier that a serving layout of our own was exported for; None for one from elsewhere."""
     source = Path(source).expanduser()
-    notes = gguf.read_notes(source) if is_gguf(source) else read_config(source / CONFIG).get(NOTES) or {}
+    notes = gguf.read_notes(source) if is_gguf(source) else notes_in(read_config(source / CONFIG), source)
     return notes.get("verifier", {}).get("name")
 
 
