@@ -8,6 +8,7 @@ engine drafted is the cause.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,12 +39,18 @@ class Pair:
 
     @property
     def equal(self) -> bool:
-        return self.theirs == self.ours
+        """The same token, chosen by a logit that is a number."""
+        return self.theirs == self.ours and self.finite
+
+    @property
+    def finite(self) -> bool:
+        """Whether the two logits are numbers; infinite ones and NaN have no distance."""
+        return self.gap is not None and math.isfinite(self.gap)
 
     @property
     def tie(self) -> bool:
         """Another token, and as good a one to rounding."""
-        return not self.equal and self.gap is not None and self.gap < TIE
+        return self.theirs != self.ours and self.finite and self.gap < TIE
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,10 @@ def cause_of(verifier, head, prompts, run: EngineRun, others: Sequence[Pair]) ->
     best = max(shares, key=shares.get, default=None)
     if best is not None and shares[best] >= EXPLAINS and 1 - shares[best] <= (1 - healthy) / 2:
         return f"{best} ({shares[best]:.1%} of the engine's drafts come out so, {healthy:.1%} as trained)"
-    gaps = [pair.gap for pair in others]
-    if healthy >= EXPLAINS and None not in gaps and max(gaps) < NEAR:
+    if healthy >= EXPLAINS and all(pair.finite and pair.gap < NEAR for pair in others):
         return (
             f"rounding, if the engine computes in a coarser dtype: {healthy:.1%} are equal, the others' logits at most "
-            f"{max(gaps):.2g} apart"
+            f"{max(pair.gap for pair in others):.2g} apart"
         )
     return (
         f"none of {len(shares)} known faults drafts so (as trained: {healthy:.1%} equal; nearest: {best}, "

@@ -19,6 +19,7 @@ CONNECT, ANSWER = 5.0, 600.0  # seconds: to reach the server, and to wait for on
 TRIES, PAUSE = 3, 1.0  # of a request that the server couldn't take, with PAUSE, then twice PAUSE seconds between
 BUSY = {429, 500, 502, 503, 504}
 SETTLED, PATIENCE = 0.2, 10.0  # seconds between two equal looks at the metrics, and until we stop waiting for them
+LARGEST = 2**31  # above every token id
 HERE = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -44,9 +45,13 @@ class Server:
 
     def __init__(self, url: str, model: str | None = None, answer_seconds: float = ANSWER):
         self.url = url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"expected serve=http://HOST:PORT, found {url}")
+        try:
+            parts = urlsplit(self.url)
+            httpx.URL(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("no host")
+        except (ValueError, httpx.InvalidURL) as error:
+            raise UserError(f"expected serve=http://HOST:PORT, found {url}") from error
         self.model, self.longest, self.retried = model, None, 0
         self._lock = threading.Lock()
         self._http = httpx.Client(
@@ -84,6 +89,8 @@ class Server:
         answer = self._get("/v1/models")
         try:
             served = {row["id"]: row for row in answer.json()["data"]}
+            if not served or not all(isinstance(name, str) for name in served):
+                raise ValueError("no model with a name")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"expected an OpenAI-compatible server at {self.url}, found one whose /v1/models lists no models "
@@ -95,7 +102,8 @@ class Server:
             raise UserError(f"{self.url} serves {len(served)} models: name one, serve_model={'|'.join(served)}")
         if self.model not in served:
             raise UserError(f"expected serve_model among {', '.join(served)}, found {self.model}")
-        self.longest = served[self.model].get("max_model_len")
+        longest = served[self.model].get("max_model_len")
+        self.longest = longest if type(longest) is int else None
 
     def _get(self, path: str) -> httpx.Response:
         try:
@@ -168,7 +176,7 @@ class Server:
                 raise ValueError("no text with a number of tokens")
             return Completion(
                 choice["text"],
-                None if given is None else tuple(map(int, given)),
+                None if given is None else _ids(given),
                 count,
                 choice["finish_reason"],
                 values.get("system_fingerprint"),
@@ -210,14 +218,26 @@ class Server:
         answer = self._post("/tokenize", body | {"add_generation_prompt": True})
         if answer.status_code == 200:
             values = _object(answer)
-            if values.get("count") and isinstance(values.get("tokens"), list):
-                return values["tokens"], values["count"], "/tokenize"
+            if values.get("tokens") is not None:
+                try:
+                    ids = list(_ids(values["tokens"]))
+                    return ids, len(ids), "/tokenize"
+                except ValueError as error:
+                    return None, None, f"/tokenize answers {error}"
         answer = self._post("/v1/chat/completions", body | {"max_tokens": 1, "temperature": 0})
         if answer.status_code != 200:
             return None, None, _first_line(answer)
         usage = _object(answer).get("usage")
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        count = count if type(count) is int else None
         return None, count, "/v1/chat/completions" if count else "its chat completion counts no prompt tokens"
+
+
+def _ids(values: object) -> tuple[int, ...]:
+    """Token ids; ValueError for anything else."""
+    if not isinstance(values, list) or not all(type(token) is int and 0 <= token < LARGEST for token in values):
+        raise ValueError(f"no token ids: {str(values)[:60]}")
+    return tuple(values)
 
 
 def _object(answer: httpx.Response) -> dict:

@@ -61,6 +61,8 @@ def serve(cfg) -> Outcome:
         warm, wavers = warm_up(server, verifier, prompts, settings)
         depth = server_depth(warm, settings.depth)
         settings = replace(settings, shape=FixedTree.chain(depth))
+        if (most := candidate.drafter(settings).depth) < depth:
+            raise UserError(f"expected a head that drafts {depth} tokens as the server does, found {most} at the most")
         prompts = fitting(server, verifier, prompts, settings)
         texts, seconds, tally, traffic = measure_server(server, verifier, prompts, settings, cfg.serve_batch)
     finally:
@@ -135,6 +137,8 @@ def ask_template(server: Server, verifier, names) -> Template:
     theirs, count, asked = server.chat_prompt(messages)
     if count is None:
         return Template(None, f"the chat template could not be asked: {asked}")
+    if theirs is not None and not all(token < verifier.vocab_size for token in theirs):
+        return Template(False, f"{asked} makes token ids that are none of {verifier.name}'s: another tokenizer")
     if theirs is None:
         said = f"{asked} counts {count} prompt tokens, the head was trained with {len(mine)} for the same dialogue"
         return Template(count == len(mine), said)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
+from conf.errors import UserError
 from eval.serving.certificate import Certificate
 from eval.serving.engine import EngineRun, Job
 from eval.serving.metrics import Tally
@@ -53,6 +54,13 @@ class Row:
     tokens_per_second: float | None
     plain_tokens_per_second: float | None
     agrees: bool = True
+
+    def __post_init__(self) -> None:
+        if self.by_position and len(self.by_position) != len(self.our_by_position):
+            raise UserError(
+                f"expected acceptance of {len(self.our_by_position)} positions from {self.engine}, found "
+                f"{len(self.by_position)}: it drafts another length than K = {self.depth}"
+            )
 
     @property
     def percent(self) -> float | None:

@@ -19,18 +19,22 @@ CLOSE = 0.02  # of a position's acceptance, beside twice its standard error
 
 
 def suspects(
-    verifier, head, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], rates: Sequence[float]
+    verifier, head, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], rates: Sequence[float | None]
 ) -> list[str]:
-    """The faults under which drafts are accepted as often as `rates` says, by position; none where all are as trained.
+    """The faults under which drafts are accepted as often as `rates` says, by position; none where all are as trained,
+    or where nothing was drafted, there or here.
 
     verifier: captures the head's layers and their neighbours.  texts: the verifier's greedy ones.
     """
+    if None in rates:
+        return []
     pairs = list(zip(prompts, texts, strict=True))[:MOST]
     states = [states_along(verifier, [*prompt, *text]) for prompt, text in pairs]
 
     def explains(reading: Reading) -> bool:
         expected, calls = acceptance(verifier, head, pairs, states, reading, len(rates))
-        return all(abs(a - b) <= CLOSE + 2 * (b * (1 - b) / calls) ** 0.5 for a, b in zip(rates, expected, strict=True))
+        near = (abs(a - b) <= CLOSE + 2 * (b * (1 - b) / calls) ** 0.5 for a, b in zip(rates, expected, strict=True))
+        return calls > 0 and all(near)
 
     if explains(Reading()):
         return []
@@ -57,4 +61,4 @@ def acceptance(verifier, head, pairs, states, reading: Reading, depth: int) -> t
                 hits[accepted] += 1
                 accepted += 1
             at, calls = at + accepted + 1, calls + 1
-    return [ratio(hit, calls) or 0.0 for hit in hits], max(calls, 1)
+    return [ratio(hit, calls) or 0.0 for hit in hits], calls

@@ -61,7 +61,7 @@ class Evidence:
     @property
     def moved(self) -> list[TextDifference]:
         """Texts that part at more than a numerical tie."""
-        return [text for text in self.texts if text.gap >= TIE]
+        return [text for text in self.texts if not text.gap < TIE]
 
     @property
     def tau_interval(self) -> list[float] | None:
@@ -95,6 +95,8 @@ def judge(evidence: Evidence) -> Verdict:
     theirs, ours = evidence.server.tau, evidence.ours.tau
     if theirs is None or ours is None:
         return Verdict(False, "none", "no verdict: nothing was drafted, or the server doesn't tell how much passed")
+    if theirs == ours == 1:
+        return Verdict(False, "none", "no verdict: neither side accepted a draft, so that nothing was tested")
     if evidence.traffic:
         said = f"no verdict: the server's counters are not of these requests alone ({evidence.traffic})"
         return Verdict(False, "none", said)
@@ -160,12 +162,12 @@ def text_causes(evidence: Evidence) -> list[str]:
         return ["temperature: the same request gave two different texts, so the server samples (or overrides it)"]
     if not moved:
         return []
-    first, wide = moved[0], max(text.gap for text in moved)
+    first = moved[0]
     where = (
         f"{len(moved)} of {total} texts are not the verifier's greedy ones; {first.prompt} parts at token "
         f"{first.token} ({first.theirs!r} for {first.ours!r}, the two best logits {first.gap:.2g} apart)"
     )
-    if wide < NEAR:
+    if all(text.gap < NEAR for text in moved):
         return [f"dtype: {where}, at near ties only; the loop ran in {evidence.dtype}, decode.dtype=... sets it"]
     return [f"other verifier weights, quantisation or sampling (a penalty, a temperature): {where}"]
 
