@@ -193,12 +193,14 @@ def test_nothing_is_timed_where_gradients_differ(tmp_path, verifier, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_real_peer_agrees(tmp_path, verifier):
+@pytest.mark.parametrize("R", [40, 64])
+def test_the_real_peer_agrees(tmp_path, verifier, R):
+    setting = replace(SETTING, draft_vocab=R)
     found = peer(Path(__file__).parent.parent / ".engines", "speculators")
     if found is None:
         pytest.skip("make .engines/speculators/.done installs it")
-    rows = check.agreement(SETTING, verifier.head_geometry, verifier.aux_layers, found, 1, tmp_path)
+    rows = check.agreement(setting, verifier.head_geometry, verifier.aux_layers, found, 1, tmp_path)
     assert [row["name"] for row in rows][1:] == ["speculators against naive", "ours against speculators, K = 1"]
     bench = run.Bench(verifier.head_geometry, verifier.aux_layers, 1, 1, tmp_path, found, naive=False)
-    rows = {row["name"]: row for row in run.measure(bench, SETTING)}
+    rows = {row["name"]: row for row in run.measure(bench, setting)}
     assert rows["speculators"]["tokens_per_second"] > 0 and rows["speculators"]["versions"]["speculators"] == "0.9.0"

@@ -20,21 +20,26 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "429
 
 @dataclass(frozen=True)
 class Rival:
-    """command: of its worker.  options: what that is told beside the setting.  lm_head: does it train one?"""
+    """command: of its worker.  options: what that is told beside the setting.
+
+    lm_head: does it train one?  dense: it may need several GB, or not be able to run.
+    """
 
     name: str
     command: list[str]
     options: dict = field(default_factory=dict)
     lm_head: bool = True
+    dense: bool = True
 
 
-def own(name: str, rival: str, lm_head: bool = True) -> Rival:
+def own(name: str, rival: str, lm_head: bool = True, dense: bool = False) -> Rival:
     """A step of eval.training_bench.worker."""
     command = [sys.executable, "-m", "eval.training_bench.worker"]
-    return Rival(name, command, {"rival": rival, "freeze_lm_head": not lm_head}, lm_head)
+    return Rival(name, command, {"rival": rival, "freeze_lm_head": not lm_head}, lm_head, dense)
 
 
-OURS, FROZEN, NAIVE = own("ours", "ours"), own("ours, LM head frozen", "ours", False), own("naive", "naive")
+OURS, FROZEN = own("ours", "ours"), own("ours, LM head frozen", "ours", lm_head=False)
+NAIVE = own("naive", "naive", dense=True)
 
 
 def peer(environments: Path | str, name: str) -> Rival | None:

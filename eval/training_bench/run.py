@@ -35,12 +35,10 @@ class Bench:
     naive: bool = True
 
     def sessions(self) -> list[list[Rival]]:
-        """Rivals that take turns. The last of each is compared with the one before it, which trains what it trains.
-
-        Two dense ones never run together, since both hold several GB.
-        """
-        together = [[FROZEN, self.peer]] if self.peer is not None else []
-        return together + ([[OURS, NAIVE]] if self.naive else [[OURS]])
+        """Rivals that take turns, ours first. Two dense ones never run together, since both hold several GB."""
+        found = [[FROZEN, OURS, self.peer]] if self.peer is not None else []
+        found += [[OURS, NAIVE]] if self.naive else []
+        return found or [[OURS]]
 
 
 @dataclass
@@ -62,17 +60,19 @@ def measure(bench: Bench, setting: Setting, sessions: list[list[Rival]] | None =
     file = bench.folder / "setting.safetensors"
     write_setting(file, setting, bench.geometry, bench.aux_layers)
     config = Eagle3Config.from_verifier(bench.geometry, bench.aux_layers, setting.draft_vocab)
-    rows = []
+    rows: dict[str, dict] = {}
     for rivals in bench.sessions() if sessions is None else sessions:
         found, speeds = _session(bench, setting, config, file, rivals)
-        ours = found[rivals[0].name]
-        for rival in rivals:
-            row = asdict(setting) | {"name": rival.name}
-            result = found.get(rival.name)
-            rows.append(row | (_row(result, ours, config, setting, speeds) if isinstance(result, Measured) else
-                               {"missing": result}))  # fmt: skip
+        ours = [found[rival.name] for rival in rivals if not rival.dense]
+        for name, result in found.items():
+            if isinstance(result, Measured):
+                row = _row(result, config, setting, speeds)
+                row |= _against_ours(result, ours) if result.rival.dense else {}
+            else:
+                row = {"missing": result}
+            rows.setdefault(name, asdict(setting) | {"name": name} | row)
     file.unlink()
-    return rows
+    return list(rows.values())
 
 
 def _session(bench: Bench, setting: Setting, config, file: Path, rivals: list[Rival]) -> tuple[dict, dict]:
@@ -81,7 +81,7 @@ def _session(bench: Bench, setting: Setting, config, file: Path, rivals: list[Ri
     running: dict[str, Process] = {}
     with ExitStack() as stack:
         for rival in rivals:
-            if rival.name != rivals[0].name and (short := _too_large(setting)):
+            if rival.dense and (short := _too_large(setting)):
                 found[rival.name] = short
                 continue
             try:
@@ -89,14 +89,15 @@ def _session(bench: Bench, setting: Setting, config, file: Path, rivals: list[Ri
                 process = stack.enter_context(Process(rival, file, bench.threads, logged))
                 first = process.ask(do="step")
             except UserError as error:
-                if rival.name == rivals[0].name:
+                if not rival.dense:
                     raise
                 log.warning("%s", error)
                 found[rival.name] = str(error)
                 continue
             running[rival.name] = process
             found[rival.name] = Measured(rival, process.about["versions"], first["growth"])
-        wanted = [(p.m, p.k, p.n, p.times) for p in products(config, setting, rivals[0].lm_head)]
+        trains = any(rival.lm_head for rival in rivals)
+        wanted = [(p.m, p.k, p.n, p.times) for p in products(config, setting, trains)]
         turns = {name: lambda turn, process=process: process.ask(do="step") for name, process in running.items()}
         turns["rates"] = lambda turn: running[rivals[0].name].ask(do="rates", products=wanted)
         steps = in_turns(turns, bench.turns, warm_up=False)  # the first step was one
@@ -107,11 +108,8 @@ def _session(bench: Bench, setting: Setting, config, file: Path, rivals: list[Ri
     return found, speeds
 
 
-def _row(result: Measured, ours: Measured, config, setting: Setting, speeds: dict) -> dict:
-    """faster: how many times faster ours was, the median over turns of a turn's ratio.  memory: ours over the rival's.
-
-    useful: of the FLOPs that the trained parameters need at rows that count; share_*: of the speed of bare products.
-    """
+def _row(result: Measured, config, setting: Setting, speeds: dict) -> dict:
+    """useful: FLOPs that the trained parameters need at rows that count; share_*: of the speed of bare products."""
     seconds, tokens = median(result.seconds), setting.length * setting.documents
     useful = sum(product.flops for product in products(config, setting, result.rival.lm_head))
     row = {
@@ -129,10 +127,22 @@ def _row(result: Measured, ours: Measured, config, setting: Setting, speeds: dic
     }
     if argmax := row["parts"].get("argmax"):
         row["tokens_per_second_with_argmax"] = tokens / (seconds + argmax)
-    if result is not ours:
-        row["faster"] = against(result.seconds, ours.seconds)
-        row["memory"] = ours.growth / result.growth if result.growth else None
     return row
+
+
+def _against_ours(result: Measured, ours: list[Measured]) -> dict:
+    """How many times faster ours was (the median of the ratios within a turn), and ours' share of its memory.
+
+    faster, memory: of ours with the same trained parameters.  faster_as_trained: of ours with its LM head.
+    """
+    (same,) = (one for one in ours if one.rival.lm_head == result.rival.lm_head)
+    (trained,) = (one for one in ours if one.rival.lm_head)
+    return {
+        "faster": against(result.seconds, same.seconds),
+        "faster_as_trained": against(result.seconds, trained.seconds),
+        "memory": same.growth / result.growth if result.growth else None,
+        "memory_as_trained": trained.growth / result.growth if result.growth else None,
+    }
 
 
 def _too_large(setting: Setting) -> str | None:

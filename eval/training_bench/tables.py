@@ -5,16 +5,17 @@ from __future__ import annotations
 from eval.tables import markdown_table, number
 from eval.training_bench.setting import Setting
 
-HEAD = ("T", "answer", "K", "R", "step", "tok/s", "with argmax", "ours faster", "memory GB", "ours' share of it",
-        "teacher s", "forward s", "backward s", "optimizer s", "GFLOP", "of products", "of 2048²")  # fmt: skip
+HEAD = ("T", "answer", "K", "R", "step", "tok/s", "with argmax", "ours faster", "as trained", "memory GB",
+        "ours' share", "teacher s", "forward s", "backward s", "optimizer s", "GFLOP", "of products", "of 2048²")  # fmt: skip
 NOTES = """\
 tok/s: all tokens of the row over teacher, forward and backward; medians of {repeats} turns, one step of each in turn.
-`ours faster`: median of the ratios within a turn, to the step of ours with the same trained parameters. `with argmax`:
-the verifier's full-vocabulary argmax at the label rows in as well (stored states hold it; naive has it in its teacher).
-memory: growth of the process's peak in its first step. GFLOP: matrix products that the trained parameters need at rows
-that count, attention apart; `of products` and `of 2048²`: their share of the speed of bare products of the step's
-shapes, and of 2048-square ones, in the same dtype and run. Our forward forms the LM head's gradients as well. Same
-malloc settings and threads for all."""
+`with argmax`: with the verifier's full-vocabulary argmax at the label rows (stored states hold it; naive has it in its
+teacher). `ours faster`: median of the ratios within a turn, to our step with the same trained parameters; `as
+trained`: to our step with its LM head trained. memory: growth of the process's peak in its first step; `ours' share`:
+of our step with the same trained parameters. GFLOP: matrix products that the trained parameters need at rows that
+count, attention apart; `of products` and `of 2048²`: their share of the speed of bare products of the step's shapes,
+and of 2048-square ones, in the same dtype and run ({shapes} and {square} GFLOP/s). Our forward forms the LM head's
+gradients as well. Same malloc settings and threads for all."""
 PEERS = {
     "speculators": """\
 speculators 0.9.0 freezes its LM head and computes no full-vocabulary argmax. It runs by SDPA with dense masks and its
@@ -26,7 +27,9 @@ def markdown(values: dict) -> str:
     """values: as eval.bench writes them. The agreement, the table, and what its columns mean."""
     machine = f"{values['verifier']}, {values['dtype']}, {values['threads']} threads, torch {values['torch']}"
     lines = [f"Training step of an EAGLE-3 head, sizes of {machine}", "", *map(_agreed, values["agreement"]), ""]
-    lines += [markdown_table(HEAD, map(_cells, values["rows"])), "", NOTES.format(**values)]
+    speeds = [row["products_gflops"] for row in values["rows"] if "missing" not in row]
+    reached = {kind: f"{min(x[kind] for x in speeds):.0f} to {max(x[kind] for x in speeds):.0f}" for kind in speeds[0]}
+    lines += [markdown_table(HEAD, map(_cells, values["rows"])), "", NOTES.format(**values, **reached)]
     missing = {f"{row['name']} at {_shape(row)}: {row['missing']}" for row in values["rows"] if "missing" in row}
     return "\n".join([*lines, *sorted(missing), *([PEERS[name]] if (name := values["peer"]) in PEERS else [])])
 
@@ -45,10 +48,11 @@ def _cells(row: dict) -> list[str]:
     shape = [f"{row['tokens']}", f"{row['fraction']:g}", f"{row['steps']}", f"{row['draft_vocab']}", row["name"]]
     if "missing" in row:
         return shape + ["-"] * (len(HEAD) - len(shape))
-    parts, times = row["parts"], row.get("faster")
+    parts = row["parts"]
     return shape + [
         number(row["tokens_per_second"], 0), number(row.get("tokens_per_second_with_argmax"), 0),
-        number(times, 2), number(row["growth_bytes"], 3, 1e-9), number(row.get("memory"), 2),
+        number(row.get("faster"), 2), number(row.get("faster_as_trained"), 2),
+        number(row["growth_bytes"], 3, 1e-9), number(row.get("memory"), 2),
         *(number(parts[name], 3) for name in ("verifier", "forward", "backward", "optimizer")),
         number(row["useful_gflop"], 0), number(row["share_of_shapes"], 2), number(row["share_of_square"], 2),
     ]  # fmt: skip
