@@ -19,9 +19,12 @@ from eval.speculative.loop import Decoded, Round, decode_batch
 from eval.speculative.processors import Sampling
 from eval.speculative.scorers import ModelScorer, TreeDrafter
 from eval.speculative.shapes import FixedTree
+from models import heads
 from models.chat import render
 from models.draft_model import DraftModel
+from models.export.native import StoredHead, save_head
 from models.verifier import Verifier
+from models.vocab import DraftVocab
 from tiny import tiny_model, tiny_tokenizer
 
 TOKENS = 16
@@ -234,6 +237,16 @@ def test_the_loop_follows_the_servers_draft_length(compare):
     code, record, out = compare(depth=2)
     assert code == 0 and record["verdict"]["same"] and record["depth"] == 2 and record["decode_depth"] == 3
     assert "the server drafts 2 tokens, decode.depth is 3" in out
+
+
+def test_a_head_that_drafts_fewer_than_the_server(compare, models, tmp_path):
+    verifier = loaded(models / "verifier").capturing([3])
+    V = verifier.vocab_size
+    config = heads.kind_of("medusa")[0].from_verifier(verifier.head_geometry, (3,), V, heads=2)
+    head = heads.build(config, verifier, DraftVocab(torch.arange(V), V))
+    save_head(tmp_path / "head", StoredHead.of(head, verifier))
+    code, _, err = compare(f"run={tmp_path}", "draft=null", "verifier_source=null")
+    assert code == 2 and "expected a head that drafts 3 tokens as the server does, found 2 at the most" in err
 
 
 def test_a_server_that_samples(compare):

@@ -162,6 +162,11 @@ def test_an_export_whose_layers_are_read_one_late_is_found(run, place):
     assert code == 2 and "the captured layers are one too late" in err
 
 
+def test_another_dtype_is_warned_of(run):
+    _, _, err, _ = run("dtype=bfloat16", "depths=[1]")
+    assert "in bfloat16 honest engines differ at near ties" in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -48,7 +48,7 @@ class Server:
         try:
             parts = urlsplit(self.url)
             httpx.URL(self.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
                 raise ValueError("no host")
         except (ValueError, httpx.InvalidURL) as error:
             raise UserError(f"expected serve=http://HOST:PORT, found {url}") from error
