@@ -21,6 +21,10 @@ class VerifierConf:
     aux_layers: list[int] | None = None  # null: 2, L//2, L-3
     trust_remote_code: bool = False
     revision: str | None = None
+    # Layers over several devices, host memory or the disk, by accelerate: "auto", or {module: device}
+    device_map: Any = None
+    max_memory: Any = None  # of it on each device: {0: 70GiB, cpu: 200GiB}
+    whole: bool = True  # false: without its layers, to train from states that were captured before; nothing is decoded
 
 
 @dataclass
@@ -109,6 +113,7 @@ class TrainerConf:
     validate_prompts: int = 8
     checkpoint_every: int = 200
     progress: bool = True
+    tflops: float | None = None  # for plan=true: matrix products of a device, 1e12 a second; null: measured here
 
 
 @dataclass

@@ -123,6 +123,7 @@ def load_verifier(run: Path, stored: StoredHead, dtype: str, given: dict | None 
     A revision and the trust in remote code are the source's: another source than the run's gets neither.
     """
     values = {"source": stored.verifier.name, "device": "auto", "revision": None, "trust_remote_code": False}
+    values |= {"device_map": None, "max_memory": None}
     file = head_folder(run).parent / "config.yaml"
     if file.is_file():
         saved = OmegaConf.to_container(OmegaConf.load(file)).get("verifier") or {}

