@@ -6,7 +6,8 @@ from eval.tables import markdown_table, number
 from eval.training_bench.setting import Setting
 
 HEAD = ("T", "answer", "K", "R", "step", "tok/s", "with argmax", "ours faster", "as trained", "memory GB",
-        "ours' share", "teacher s", "forward s", "backward s", "optimizer s", "GFLOP", "of products", "of 2048²")  # fmt: skip
+        "ours' share", "teacher s", "forward s", "backward s", "optimizer s", "GFLOP", "of products",
+        "of 2048²")  # fmt: skip
 NOTES = """\
 tok/s: all tokens of the row over teacher, forward and backward; medians of {repeats} turns, one step of each in turn.
 `with argmax`: with the verifier's full-vocabulary argmax at the label rows (stored states hold it; naive has it in its
