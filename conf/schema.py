@@ -70,7 +70,7 @@ class DataConf:
     max_tokens: int | None = None  # answer tokens
     minutes: float | None = None
     max_new_tokens: int = 192
-    max_length: int = 1024  # longer documents are clipped, with a count; no more than trainer.tokens_per_step
+    max_length: int = 1024  # longer dialogues end at their last whole turn, with a count; see data/documents.py
     temperature: float = 0.0  # of answers
     prompt_temperature: float = 1.0  # of prompts that the verifier writes
     # First words of the verifier's prompts, taken in turn; "" leaves one to itself, and so does an empty list.
@@ -78,7 +78,7 @@ class DataConf:
     batch_size: int = 64  # sequences generated at once
     validation: int = 24  # documents held out
     store: bool = True  # keep the verifier's states on disk; false: compute them in every step
-    store_dtype: str = "float32"
+    store_dtype: str = "auto"  # the verifier's; or float32, bfloat16, float16, and in one byte a value int8, float8
     seed: int = 0
 
 

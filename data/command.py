@@ -114,7 +114,7 @@ def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     folder = None if cfg.out is None else Path(cfg.out)
     store = StateStore.capture(verifier, prepared.train, folder, cfg.data.store_dtype, kept=prepared.states)
     store.verify()
-    values = _values(prepared) | {"bytes": store.bytes, "shards": len(store.index["shards"]), "verified": True}
+    values = _values(prepared) | {"bytes": store.bytes, "shards": len(store.shards), "verified": True}
     return Outcome(store.folder / "index.json", values)
 
 

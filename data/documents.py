@@ -67,10 +67,21 @@ def with_prompt(document: Document) -> Document:
 
 
 def clip(document: Document, max_length: int) -> Document:
-    """The first `max_length` tokens; raises Drop when nothing supervised is left."""
+    """At most `max_length` tokens: up to the last answer that fits whole or, where none does, into the first one.
+
+    Raises Drop when nothing supervised is left. What is left out is the caller's to count.
+    """
     if len(document.input_ids) > max_length:
-        spans = [(start, min(end, max_length)) for start, end in document.spans if start < max_length]
-        document = replace(document, input_ids=document.input_ids[:max_length], spans=spans)
+        spans = [span for span in document.spans if span[1] <= max_length]
+        if not spans and document.spans and document.spans[0][0] < max_length:
+            spans = [(document.spans[0][0], max_length)]
+        own = document.prompt_span
+        document = replace(
+            document,
+            input_ids=document.input_ids[: spans[-1][1] if spans else max_length],
+            spans=spans,
+            prompt_span=own if own is None or own[1] <= max_length else None,
+        )
         if not document.labels:
             raise Drop("answer begins beyond max_length")
     elif not document.labels:

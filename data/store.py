@@ -1,20 +1,21 @@
 """Frozen verifier states on disk: computed once, read every epoch, the same record as online.
 
-A folder holds shards of whole documents (safetensors, memory-mapped when read) and `index.json`:
-what every position needs (`aux`), and what only the label rows need (`last`, `top`, `lse`).
+A folder holds `index.json`, shards of whole documents (safetensors, memory-mapped when read), and beside each a JSON
+file with its checksum. A shard has what every position needs (`aux`), and what label rows need (`last`, `top`, `lse`).
+Any number of processes that are asked for the same store share its shards between them.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,28 +24,34 @@ from conf.errors import UserError
 from conf.paths import cache_dir
 from data.batches import packed_rows
 from data.documents import Document, content_hash
-from data.files import file_hash, key_of, only_writer, read_json, write_json
+from data.files import file_hash, key_of, read_json, replacing, write_json
 from data.progress import progress_bar
-from models.loading import DTYPES, FILE_DTYPES
+from data.quantize import STORE_DTYPES, dequantize, quantize, states_bytes, store_dtype
+from models.loading import DTYPES
 from models.states import DocumentStates, VerifierStates, label_rows
 from models.verifier import Verifier
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 16384
 SECONDS_PER_LINE = 30  # between log lines on the way
 FORWARD_TOKENS = 1024  # one packed row of the verifier's forward: attention is quadratic in it
+PARTS = ("aux", "last", "top", "lse")
+
+# (aux_TAD, last_PD, top_P, lse_P) of each document, or of several at once, in order
+Pieces = Callable[[Sequence[Document]], Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]]
 
 
 class StateStore:
     """States of `documents`; `states(indices)` is what `verifier.states` gives for the same packed documents.
 
     To rounding, and but for the last token of documents whose states generation has left behind (DocumentStates).
+    shards: of each, its file, bytes, checksum, documents and tokens.
     """
 
-    def __init__(self, folder: Path, documents: Sequence[Document], index: dict):
-        self.folder, self.documents, self.index = Path(folder), list(documents), index
+    def __init__(self, folder: Path, documents: Sequence[Document], index: dict, shards: list[dict]):
+        self.folder, self.documents, self.index, self.shards = Path(folder), list(documents), index, shards
         self.dtype = DTYPES[index["record_dtype"]]
         self._open: dict[int, dict[str, Tensor]] = {}
         self._place: dict[int, tuple[int, int, int]] = {}  # document -> shard, first token, first label
@@ -57,7 +64,7 @@ class StateStore:
 
     @property
     def bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.index["shards"].values())
+        return sum(shard["bytes"] for shard in self.shards)
 
     @classmethod
     def capture(
@@ -65,19 +72,20 @@ class StateStore:
         verifier: Verifier,
         documents: Sequence[Document],
         folder: Path | None = None,
-        dtype: str = "float32",
+        dtype: str = "auto",
         shard_tokens: int = SHARD_TOKENS,
         kept: Mapping[str, DocumentStates] | None = None,
+        pieces: Pieces | None = None,
     ) -> StateStore:
         """The store of these documents, computing what is not there yet. Default folder: by content key in the cache.
 
-        kept: by hash of the ids, states that are at hand from generation and need no computing.
+        dtype: "auto", the one in which the verifier computes.  kept: by hash of the ids, states that are at hand from
+        generation and need no computing.  pieces: who computes the others, in place of this verifier.
         Shards appear whole or not at all, so a killed run continues where it was. Raises UserError for an unknown
-        dtype, or when the disk cannot hold the states (before anything is computed).
+        dtype, for states that are not finite, or when the disk cannot hold them (before anything is computed).
         """
-        if dtype not in FILE_DTYPES:
-            raise UserError(f"expected data.store_dtype in {sorted(FILE_DTYPES)}, found {dtype!r}")
-        settings = {
+        dtype = store_dtype(dtype, verifier.dtype)
+        index = {
             "format": FORMAT,
             "verifier": verifier.weights_hash,
             "aux_layers": list(verifier.aux_layers),
@@ -86,62 +94,71 @@ class StateStore:
             "record_dtype": str(verifier.dtype).removeprefix("torch."),
             "shard_tokens": shard_tokens,
         }
-        folder = Path(folder) if folder is not None else cache_dir("states", key_of(settings)[:16])
+        folder = Path(folder) if folder is not None else cache_dir("states", key_of(index)[:16])
         folder.mkdir(parents=True, exist_ok=True)
-        with only_writer(folder):
-            index = read_json(folder / "index.json")
-            if not index:
-                index = settings | {"name": verifier.name, "count": len(documents), "shards": {}}
-            different = [name for name, value in settings.items() if index.get(name) != value]
-            if different:
-                raise UserError(f"{folder} holds states of another {different[0]}; choose another folder or remove it")
-            _write_missing(verifier, documents, folder, index, kept or {})
-        return cls(folder, documents, index)
+        found = read_json(folder / "index.json")
+        different = [name for name, value in index.items() if found and found.get(name) != value]
+        if different:
+            raise UserError(f"{folder} holds states of another {different[0]}; choose another folder or remove it")
+        if not found:
+            write_json(folder / "index.json", index | {"name": verifier.name, "count": len(documents)})
+        shards = _Writer(verifier, documents, folder, index, kept or {}, pieces).write()
+        return cls(folder, documents, index, shards)
 
     def verify(self) -> None:
         """Read every shard and compare its checksum; UserError naming the first that differs."""
-        for number, entry in self.index["shards"].items():
-            path = self.folder / entry["file"]
-            if not path.is_file() or file_hash(path) != entry["sha256"]:
+        for number, shard in enumerate(self.shards):
+            path = self.folder / shard["file"]
+            if not path.is_file() or file_hash(path) != shard["sha256"]:
                 raise UserError(f"shard {number} of {self.folder} is damaged; remove {path.name} and capture again")
 
     def states(self, indices: Sequence[int]) -> VerifierStates:
         """The packed record [B = 1] of these documents, in this order, on the CPU, in the verifier's dtype."""
         documents = [self.documents[index] for index in indices]
         input_ids_BT, document_BT, position_BT, span_BT = packed_rows(documents)
-        parts: dict[str, list[Tensor]] = {"aux": [], "last": [], "top": [], "lse": []}
+        parts: dict[str, list[Tensor]] = {name: [] for name in PARTS}
         for index, document in zip(indices, documents, strict=True):
             number, token, label = self._place[index]
-            shard = self._shard(number)
-            parts["aux"].append(shard["aux"][token : token + len(document.input_ids)])
-            for name in ("last", "top", "lse"):
-                parts[name].append(shard[name][label : label + document.labels])
+            tokens, labels = slice(token, token + len(document.input_ids)), slice(label, label + document.labels)
+            for name in PARTS:
+                parts[name].append(self._rows(number, name, tokens if name == "aux" else labels))
         whole = {name: torch.cat(pieces) for name, pieces in parts.items()}
         return VerifierStates(
             input_ids_BT=input_ids_BT,
             document_BT=document_BT,
             position_BT=position_BT,
             span_BT=span_BT,
-            aux_BTAD=whole["aux"].to(self.dtype)[None],
-            last_PD=whole["last"].to(self.dtype),
+            aux_BTAD=whole["aux"][None],
+            last_PD=whole["last"],
             last_index_P=label_rows(span_BT),
             top_P=whole["top"],
             lse_P=whole["lse"],
         )
 
+    def _rows(self, number: int, name: str, rows: slice) -> Tensor:
+        shard = self._shard(number)
+        if name not in ("aux", "last"):
+            return shard[name][rows]
+        scale = shard.get(f"{name}_scale")
+        return dequantize(shard[name][rows], None if scale is None else scale[rows], self.dtype)
+
     def _shard(self, number: int) -> dict[str, Tensor]:
         if number not in self._open:
-            path = self.folder / self.index["shards"][str(number)]["file"]
+            path = self.folder / self.shards[number]["file"]
             with safe_open(path, "pt") as stream:  # tensors are views of the mapped file: pages come as they are read
                 self._open[number] = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
         return self._open[number]
 
 
-def bytes_needed(verifier: Verifier, documents: Sequence[Document], dtype: str = "float32") -> int:
+def bytes_needed(verifier: Verifier, documents: Sequence[Document], dtype: str = "auto") -> int:
     """Size of the store on disk, headers aside."""
-    width = FILE_DTYPES[dtype].itemsize * verifier.hidden_size
-    tokens = sum(len(document.input_ids) for document in documents)
-    return tokens * len(verifier.aux_layers) * width + sum(document.labels for document in documents) * (width + 12)
+    tokens, labels = _tokens(documents), sum(document.labels for document in documents)
+    kind = store_dtype(dtype, verifier.dtype)
+    return states_bytes(kind, verifier.hidden_size, len(verifier.aux_layers), tokens, labels)
+
+
+def _tokens(documents: Sequence[Document]) -> int:
+    return sum(len(document.input_ids) for document in documents)
 
 
 def _shards(documents: Sequence[Document], shard_tokens: int) -> list[tuple[int, int]]:
@@ -155,79 +172,128 @@ def _shards(documents: Sequence[Document], shard_tokens: int) -> list[tuple[int,
     return ranges
 
 
-def _write_missing(
-    verifier: Verifier, documents: Sequence[Document], folder: Path, index: dict, kept: Mapping[str, DocumentStates]
-) -> None:
-    """Compute the shards that are not there, with the plan printed first and the index rewritten after each."""
-    ranges, shards = _shards(documents, index["shard_tokens"]), index["shards"]
-    missing = [number for number in range(len(ranges)) if not _complete(folder, shards.get(str(number)))]
-    if not missing:
-        return
-    todo = [document for number in missing for document in documents[slice(*ranges[number])]]
-    size, free = bytes_needed(verifier, todo, index["dtype"]), shutil.disk_usage(folder).free
-    tokens = sum(len(document.input_ids) for document in todo)
-    log.info(f"states: {tokens:,} tokens, {size / 1e9:.2f} GB in {folder}, {free / 1e9:.1f} GB free")
-    if size * 1.02 > free:
-        raise UserError(
-            f"expected {size / 1e9:.2f} GB of free disk for the verifier's states, found {free / 1e9:.2f} GB at "
-            f"{folder}; set EYRIE_CACHE, data.store_dtype=bfloat16, a smaller data.max_tokens, or data.store=false"
+class _Writer:
+    """Writes the shards that are not there. Each is locked while it is computed; one that is locked is another's."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        documents: Sequence[Document],
+        folder: Path,
+        index: dict,
+        kept: Mapping[str, DocumentStates],
+        pieces: Pieces | None,
+    ):
+        self.verifier, self.documents, self.folder, self.index = verifier, documents, folder, index
+        self.kept, self.pieces = kept, pieces or self._computed
+        self.ranges = _shards(documents, index["shard_tokens"])
+        self.done = 0  # tokens
+
+    def write(self) -> list[dict]:
+        missing = [number for number in range(len(self.ranges)) if self._entry(number) is None]
+        if missing:
+            todo = [document for number in missing for document in self._documents(number)]
+            self._plan(todo)
+            with progress_bar() as self.bar:
+                self.total, self.begun = _tokens(todo), time.monotonic()
+                self.said, self.task = self.begun, self.bar.add_task("verifier states", total=self.total, rate="")
+                for wait in (0, -1):  # first what nobody works at, then what others have left
+                    for number in missing:
+                        self._share(number, wait)
+        return [self._entry(number) for number in range(len(self.ranges))]
+
+    def _share(self, number: int, wait: float) -> None:
+        if self._entry(number) is not None:
+            return
+        locks = self.folder / ".locks"
+        locks.mkdir(exist_ok=True)
+        try:
+            with FileLock(locks / f"{number:05d}", timeout=wait):
+                if self._entry(number) is None:
+                    self._write(number)
+                    self._tell(number)
+        except Timeout:
+            pass
+
+    def _plan(self, todo: Sequence[Document]) -> None:
+        """What it will take. UserError where the disk is too small."""
+        tokens, free = _tokens(todo), shutil.disk_usage(self.folder).free
+        size = bytes_needed(self.verifier, todo, self.index["dtype"])
+        log.info(
+            f"states: {tokens:,} tokens, {size / 1e9:.2f} GB in {self.folder}, {free / 1e9:.1f} GB free"
+            f"{self._estimate(todo)}"
         )
-    start = said = time.monotonic()
-    done = 0
-    with progress_bar() as bar:
-        task = bar.add_task("verifier states", total=tokens, rate="")
-        for number in missing:
-            first, last = ranges[number]
-            shards[str(number)] = _write_shard(verifier, documents[first:last], folder, number, index["dtype"], kept)
-            write_json(folder / "index.json", index)
-            count = sum(len(document.input_ids) for document in documents[first:last])
-            done, now = done + count, time.monotonic()
-            rate = done / (now - start)
-            if done < tokens and (done == count or now - said >= SECONDS_PER_LINE):
-                said = now
-                left = (tokens - done) / rate
-                log.info(f"states: {done / tokens:.0%}, {rate:,.0f} tokens/s, about {left:.0f} s to go")
-            bar.update(task, completed=done, rate=f"{rate:,.0f} tokens/s")
+        if size * 1.02 > free:
+            raise UserError(
+                f"expected {size / 1e9:.2f} GB of free disk for the verifier's states, found {free / 1e9:.2f} GB at "
+                f"{self.folder}; set EYRIE_CACHE, data.store_dtype=int8, a smaller data.max_tokens, or data.store=false"
+            )
 
+    def _estimate(self, todo: Sequence[Document]) -> str:
+        """The time that it will take, where a look at a thousand tokens of it is cheap."""
+        computed = [document for document in todo if document.ids_hash not in self.kept]
+        if _tokens(computed) < 16 * FORWARD_TOKENS:
+            return ""
+        first = computed[: _shards(computed, FORWARD_TOKENS)[0][1]]
+        begun = time.monotonic()
+        for _ in self.pieces(first):
+            pass
+        seconds = (time.monotonic() - begun) / _tokens(first) * _tokens(computed)
+        return f", about {seconds / 60:.1f} min" if seconds >= 60 else f", about {seconds:.0f} s"
 
-def _complete(folder: Path, entry: dict | None) -> bool:
-    path = folder / entry["file"] if entry else None
-    return path is not None and path.is_file() and path.stat().st_size == entry["bytes"]
+    def _tell(self, number: int) -> None:
+        count, now = _tokens(self._documents(number)), time.monotonic()
+        self.done += count
+        rate = self.done / (now - self.begun)
+        if self.done < self.total and (self.done == count or now - self.said >= SECONDS_PER_LINE):
+            self.said, left = now, (self.total - self.done) / rate
+            log.info(f"states: {self.done / self.total:.0%}, {rate:,.0f} tokens/s, about {left:.0f} s to go")
+        self.bar.update(self.task, completed=self.done, rate=f"{rate:,.0f} tokens/s")
 
+    def _documents(self, number: int) -> Sequence[Document]:
+        return self.documents[slice(*self.ranges[number])]
 
-def _write_shard(
-    verifier: Verifier,
-    documents: Sequence[Document],
-    folder: Path,
-    number: int,
-    dtype: str,
-    kept: Mapping[str, DocumentStates],
-) -> dict:
-    parts: dict[str, list[Tensor]] = {"aux": [], "last": [], "top": [], "lse": []}
-    for aux_TAD, last_PD, top_P, lse_P in _pieces(verifier, documents, kept):
-        parts["aux"].append(aux_TAD.to(FILE_DTYPES[dtype]).cpu())
-        parts["last"].append(last_PD.to(FILE_DTYPES[dtype]).cpu())
-        parts["top"].append(top_P.cpu())
-        parts["lse"].append(lse_P.float().cpu())
-    path = folder / f"states-{number:05d}.safetensors"
-    temporary = path.with_suffix(".tmp")
-    save_file({name: torch.cat(pieces).contiguous() for name, pieces in parts.items()}, temporary)
-    os.replace(temporary, path)
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path), "documents": len(documents)}
+    def _path(self, number: int) -> Path:
+        return self.folder / f"states-{number:05d}.safetensors"
 
+    def _entry(self, number: int) -> dict | None:
+        """What lies beside a shard; None unless both are whole."""
+        path = self._path(number)
+        entry = read_json(path.with_suffix(".json"))
+        return entry if entry and path.is_file() and path.stat().st_size == entry["bytes"] else None
 
-def _pieces(
-    verifier: Verifier, documents: Sequence[Document], kept: Mapping[str, DocumentStates]
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(aux_TAD, last_PD, top_P, lse_P) of the documents in order: those at hand one by one, others several at once."""
-    for at_hand, run in groupby(documents, lambda document: document.ids_hash in kept):
-        group = list(run)
-        if at_hand:
-            for document in group:
-                states, (_, _, _, span_BT) = kept[document.ids_hash], packed_rows([document])
+    def _write(self, number: int) -> None:
+        documents, path, dtype = self._documents(number), self._path(number), self.index["dtype"]
+        parts: dict[str, list[Tensor]] = {}
+        for piece in self._pieces(documents):
+            for name, tensor in zip(PARTS, piece, strict=True):
+                for key, part in _stored(name, tensor, dtype).items():
+                    parts.setdefault(key, []).append(part.cpu())
+        with replacing(path) as temporary:
+            save_file({name: torch.cat(some).contiguous() for name, some in parts.items()}, temporary)
+        entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}
+        write_json(path.with_suffix(".json"), entry | {"documents": len(documents), "tokens": _tokens(documents)})
+
+    def _pieces(self, documents: Sequence[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of the documents in order: those at hand one by one, others as they are computed."""
+        for at_hand, run in groupby(documents, lambda document: document.ids_hash in self.kept):
+            if not at_hand:
+                yield from self.pieces(list(run))
+                continue
+            for document in run:
+                states, (_, _, _, span_BT) = self.kept[document.ids_hash], packed_rows([document])
                 row_P = label_rows(span_BT)
                 yield states.aux_TAD, states.last_TD[row_P], states.top_T[row_P], states.lse_T[row_P]
-            continue
-        for first, last in _shards(group, FORWARD_TOKENS):
-            states = verifier.states(*(row.to(verifier.device) for row in packed_rows(group[first:last])))
+
+    def _computed(self, documents: Sequence[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        for first, last in _shards(documents, FORWARD_TOKENS):
+            states = self.verifier.states(*packed_rows(documents[first:last]))
             yield states.aux_BTAD[0], states.last_PD, states.top_P, states.lse_P
+
+
+def _stored(name: str, tensor: Tensor, dtype: str) -> dict[str, Tensor]:
+    """The tensors of a shard that one of PARTS becomes."""
+    if name not in ("aux", "last"):
+        return {name: tensor.float() if name == "lse" else tensor}
+    values, scale = quantize(tensor, STORE_DTYPES[dtype])
+    return {name: values} if scale is None else {name: values, f"{name}_scale": scale}

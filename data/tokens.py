@@ -37,7 +37,10 @@ def tokenize(dialogues: Iterable[Dialogue], verifier: Verifier, max_length: int,
             dropped[str(drop)] += 1
             continue
         good += 1
-        counts["clipped to max_length"] += document is not whole
+        if document is not whole:
+            in_answer = len(document.spans) == 1 and document.spans[0][1] < whole.spans[0][1]
+            counts["first answer cut at max_length" if in_answer else "later turns beyond max_length left out"] += 1
+            counts["answer tokens beyond max_length"] += whole.answer_tokens - document.answer_tokens
         yield document
     counts.update(dropped)
     if dropped and not good:

@@ -159,7 +159,11 @@ def test_split_is_disjoint_and_complete():
 def test_clip_keeps_what_can_be_supervised():
     document = Document("a", list(range(10)), [(2, 5), (7, 10)])
     assert clip(document, 10) is document
-    assert clip(document, 8).spans == [(2, 5), (7, 8)] and len(clip(document, 8).input_ids) == 8
+    for length in (5, 7, 8, 9):  # the second answer does not fit: the dialogue ends with the first
+        assert clip(document, length).spans == [(2, 5)] and clip(document, length).input_ids == [0, 1, 2, 3, 4]
+    assert clip(document, 4).spans == [(2, 4)] and len(clip(document, 4).input_ids) == 4
+    own = Document("a", list(range(10)), [(6, 10)], prompt_span=(1, 5))
+    assert clip(own, 8).prompt_span == (1, 5) and clip(own, 8).spans == [(6, 8)]
     with pytest.raises(Drop, match="beyond max_length"):
         clip(document, 3)
     with pytest.raises(Drop, match="shorter than two"):

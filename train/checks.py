@@ -8,12 +8,13 @@ from pathlib import Path
 from conf.errors import UserError
 from conf.schema import HeadConf, TrainConf
 from data.prepare import needs_verifier
+from data.quantize import STORE_DTYPES
 from data.sources import resolve
 from eval.command import settings_of
 from eval.prompts import read_suite, spaced
 from models import heads
 from models.heads.eagle1 import START
-from models.loading import DTYPES, FILE_DTYPES
+from models.loading import DTYPES
 from train.build import STARTS, SWITCHES, objective_of
 from train.fit import device_count
 
@@ -22,7 +23,7 @@ NAMES = {
     "head.start_lm_head": ("verifier", "random"),
     "data.supervised": ("answers", "dialogue"),
     "optim.name": ("adamw", "muon"),
-    "data.store_dtype": tuple(FILE_DTYPES),
+    "data.store_dtype": ("auto", *STORE_DTYPES),
     "decode.dtype": tuple(DTYPES),
     "verifier.dtype": ("auto", *DTYPES),
 }
