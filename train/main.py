@@ -151,6 +151,8 @@ def verifier_device(cfg: TrainConf) -> torch.device:
     """The verifier sits where this rank trains."""
     if cfg.verifier.device != "auto":
         return torch.device(cfg.verifier.device)
+    if cfg.plan and cfg.trainer.tflops and cfg.trainer.accelerator in ("gpu", "cuda"):
+        return torch.device("cuda")  # another machine's, which is planned for here
     if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
         if cfg.trainer.accelerator in ("gpu", "cuda"):
             raise UserError("trainer.accelerator asks for a GPU, found none: trainer=auto, or trainer.accelerator=cpu")
