@@ -220,8 +220,8 @@ class _Writer:
         tokens, free = _tokens(todo), shutil.disk_usage(self.folder).free
         size = bytes_needed(self.verifier, todo, self.index["dtype"])
         log.info(
-            f"states: {tokens:,} tokens, {size / 1e9:.2f} GB in {self.folder}, {free / 1e9:.1f} GB free"
-            f"{self._estimate(todo)}"
+            f"states: {tokens:,} tokens of {size / tokens:,.0f} bytes, {size / 1e9:.2f} GB in {self.folder}, "
+            f"{free / 1e9:.1f} GB free{self._estimate(todo) if size * 1.02 <= free else ''}"
         )
         if size * 1.02 > free:
             raise UserError(
@@ -269,6 +269,8 @@ class _Writer:
             for name, tensor in zip(PARTS, piece, strict=True):
                 for key, part in _stored(name, tensor, dtype).items():
                     parts.setdefault(key, []).append(part.cpu())
+        for left in self.folder.glob(f"{path.name}.*"):  # by a process that was killed as it wrote
+            left.unlink(missing_ok=True)
         with replacing(path) as temporary:
             save_file({name: torch.cat(some).contiguous() for name, some in parts.items()}, temporary)
         entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}

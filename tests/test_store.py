@@ -267,6 +267,8 @@ def part(folder, pause):
 def test_processes_share_the_work_and_one_may_be_killed(verifier, tmp_path):
     """Any number of them, asked for the same: each shard is computed once, and a dead one's is taken over."""
     whole = StateStore.capture(verifier, documents(), tmp_path / "one", shard_tokens=100)
+    (tmp_path / "many").mkdir()
+    (tmp_path / "many" / "states-00000.safetensors.1.tmp").write_bytes(b"half")  # of one that was killed as it wrote
     processes = [part(tmp_path / "many", 0.1) for _ in range(2)]
     doomed = part(tmp_path / "many", 600)
     assert doomed.stdout.readline() == "shard\n"  # it holds one
@@ -276,4 +278,5 @@ def test_processes_share_the_work_and_one_may_be_killed(verifier, tmp_path):
     assert sum(counts) == len(whole.shards) and min(counts) > 0
     store = StateStore.capture(verifier, documents(), tmp_path / "many", shard_tokens=100)
     store.verify()
+    assert not list((tmp_path / "many").glob("*.tmp"))
     assert [shard["sha256"] for shard in store.shards] == [shard["sha256"] for shard in whole.shards]

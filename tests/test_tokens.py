@@ -149,3 +149,20 @@ def test_draft_vocab_covers_the_labels(verifier):
     vocab, share = draft_vocab(documents, 20, 1)
     assert vocab.ids_R.tolist() == [7] and share == 0.75
     assert len(draft_vocab(documents, 20)[0]) == 20
+
+
+def test_long_dialogues_end_at_a_turn_and_what_is_left_out_is_counted(verifier):
+    long = dialogue(QUESTION, ANSWER, SECOND, THIRD)
+    whole = to_document(long, verifier)
+    (first, second), counts = whole.spans, Counter()
+    for length in (first[1], second[1] - 1):
+        (found,) = tokenize([long], verifier, length, counts)
+        assert found.spans == [first] and found.input_ids == whole.input_ids[: first[1]]
+    assert counts["later turns beyond max_length left out"] == 2
+    assert counts["answer tokens beyond max_length"] == 2 * (second[1] - second[0])
+    (found,) = tokenize([long], verifier, first[1] - 2, counts := Counter())
+    assert found.spans == [(first[0], first[1] - 2)]
+    lost = whole.answer_tokens - found.answer_tokens
+    assert counts == {"first answer cut at max_length": 1, "answer tokens beyond max_length": lost}
+    (found,) = tokenize([long], verifier, second[1], counts := Counter())
+    assert found.spans == whole.spans and not +counts
