@@ -198,6 +198,7 @@ class DataCommandConf(TrainConf):
     task: str | None = None  # synthesize | regenerate | tokenize | vocab | capture | inspect
     limit: int | None = None  # documents to show or process
     out: str | None = None
+    server: str | None = None  # capture: a vLLM server that writes hidden states, http://HOST:PORT
 
 
 @dataclass

@@ -23,6 +23,7 @@ from data.files import read_json, replacing, write_json
 from data.inspect import show
 from data.log import RoundLog
 from data.prepare import Prepared, dialogues_folder, prepare, write_dialogues
+from data.server_states import ServerStates
 from data.sources import read_dialogues, resolve
 from data.store import StateStore
 from data.tokens import draft_vocab, tokenize
@@ -34,6 +35,8 @@ def run(cfg: DataCommandConf) -> Outcome:
     """Do one task; a short table of what came out, and the path that was written."""
     if cfg.task not in TASKS:
         raise UserError(f"expected task={'|'.join(TASKS)}, found {cfg.task}; e.g. python -m data task=inspect")
+    if cfg.server is not None and cfg.task != "capture":
+        raise UserError(f"expected server=URL with task=capture, found it with task={cfg.task}: leave it out")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     layers = captured_layers(cfg.head.name, cfg.verifier.aux_layers)
@@ -110,9 +113,12 @@ def vocab_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
 
 def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     """The verifier's states of the training documents; what is there already is checked against its checksums."""
-    prepared = prepare(cfg.data, verifier, keep_states=True)
+    pieces = None if cfg.server is None else ServerStates(cfg.server, verifier).pieces
+    prepared = prepare(cfg.data, verifier, keep_states=pieces is None)
     folder = None if cfg.out is None else Path(cfg.out)
-    store = StateStore.capture(verifier, prepared.train, folder, cfg.data.store_dtype, kept=prepared.states)
+    store = StateStore.capture(
+        verifier, prepared.train, folder, cfg.data.store_dtype, kept=prepared.states, pieces=pieces
+    )
     store.verify()
     values = _values(prepared) | {"bytes": store.bytes, "shards": len(store.shards), "verified": True}
     return Outcome(store.folder / "index.json", values)
