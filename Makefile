@@ -18,7 +18,7 @@ ENGINES ?= vllm vllm_server openvino llamacpp
 space := $(subst ,, )
 comma := ,
 
-.PHONY: help setup demo bench bench-full test exactness serve-check check clean
+.PHONY: help setup demo bench bench-full test exactness serve-check gpu-check check clean
 .PRECIOUS: outputs/serve-check/%/alpha.json .engines/%/.done
 
 help: ## this page
@@ -56,6 +56,9 @@ exactness: setup ## the exactness suite with its calibration over 500 seeds, and
 
 serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) $(TRAINED) ## real engines with our exports against our own loop (engines are installed first)
 	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]
+
+gpu-check: setup ## for a machine with CUDA: our step there against the CPU's and the naive one, and its speed; minutes
+	@$(BIN)/python -m eval.gpu_check
 
 .engines/%/.done: eval/serving/engines/%.sh
 	PYTHON=$(PYTHON) sh $< $(@D)

@@ -298,6 +298,21 @@ class BenchCommandConf(RunConf):
 
 
 @dataclass
+class GpuCheckCommandConf(RunConf):
+    """python -m eval.gpu_check, which `make gpu-check` runs"""
+
+    device: str = "cuda"
+    tokens: int = 4096  # of the timed step: T
+    fraction: float = 0.4  # of it that is answer
+    steps: int = 7  # K
+    draft_vocab: int = 32000  # R
+    repeats: int = 10
+    environments: str = ".engines"  # where another trainer may lie
+    out: str | None = None  # null: outputs/gpu-check/TIME.json
+    verifier: VerifierConf = field(default_factory=VerifierConf)  # its shapes; weights are random
+
+
+@dataclass
 class TheoryCommandConf(RunConf):
     """python -m eval.theory"""
 
@@ -329,6 +344,7 @@ COMMANDS = {
     "report": ReportCommandConf,
     "compare": CompareCommandConf,
     "bench": BenchCommandConf,
+    "gpu_check": GpuCheckCommandConf,
     "theory": TheoryCommandConf,
     "export": ExportCommandConf,
 }

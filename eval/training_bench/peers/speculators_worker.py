@@ -44,10 +44,10 @@ LAYER = [
 ]
 
 
-def build(config, tensors):
+def build(config, tensors, attention="sdpa"):
     """The library's model with the weights of a setting file; `config` is our head's."""
     layer = LlamaConfig(**{name: config[name] for name in LAYER}, num_hidden_layers=1, attention_bias=False)
-    layer._attn_implementation = "sdpa"
+    layer._attn_implementation = attention
     proposal = GreedyTokenProposalConfig(speculative_tokens=3)
     model = Eagle3DraftModel(
         Eagle3SpeculatorConfig(
