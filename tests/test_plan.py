@@ -41,6 +41,7 @@ def test_a_llama_of_70b_from_its_config_alone(plan):
                                                                + 3 * 8192 * 28672 + 32000 * 8192)  # fmt: skip
     assert "120TFLOP/s a device: 30% of 400TFLOP/s, as given" in rows["rate"] and "8 ranks" in rows["of a step"]
     assert re.search(r"verifier 139GFLOP", rows["of a token"])  # two for each of the layers' 68.5G, and some LM head
+    assert "259M tokens, 10 epochs" in rows["training"]  # whatever the number of ranks
     assert "GB of states" in rows["disk"] and "bfloat16" in rows["states"]
     assert "verifier 141.1 GB" in rows["memory"]
 

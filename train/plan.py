@@ -116,12 +116,10 @@ def plan_rows(cfg: TrainConf, device: torch.device) -> list[tuple[str, str]]:
     stored = stored_bytes(cfg, size, tokens, answers, pick_dtype(cfg.verifier.dtype, device))
     if given is None:  # else it is another machine's plan
         check_disk(stored)
-    steps = _steps(cfg, tokens)
+    steps = _steps(cfg, tokens, ranks)
     answer = answer_tokens(cfg)
-    length, share = (
-        answer + PROMPT_TOKENS,
-        1.0 if cfg.data.supervised == "dialogue" else answer / (answer + PROMPT_TOKENS),
-    )
+    length = answer + PROMPT_TOKENS
+    share = 1.0 if cfg.data.supervised == "dialogue" else answer / length
     step_tokens = cfg.trainer.tokens_per_step * cfg.trainer.accumulate  # of a rank
     anchors = share * step_tokens
     online = 0.0 if cfg.data.store else verifier.capture(step_tokens, anchors, length)
@@ -129,7 +127,8 @@ def plan_rows(cfg: TrainConf, device: torch.device) -> list[tuple[str, str]]:
     origin = "written by the verifier" if cfg.data.path is None else f"{cfg.data.path}, answers {cfg.data.answers}"
     writes = needs_verifier(cfg.data)  # given answers take no clock, and one pass for their states
     minutes = cfg.data.minutes if writes else None
-    passes = verifier.capture(tokens, answers, length) + (verifier.write(answers, length) if writes else 0)
+    passes = verifier.capture(tokens, answers, length) if cfg.data.store else 0.0
+    passes += verifier.capture(tokens - answers, 0, length) + verifier.write(answers, length) if writes else 0.0
     experts = "" if verifier.active == verifier.total else f" ({_count(verifier.active)} in layers for a token)"
     where = f"{device}" if cfg.verifier.device_map is None else "several devices"
     return [
@@ -214,8 +213,8 @@ def show(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _steps(cfg: TrainConf, tokens: int) -> int | None:
-    per_step = cfg.trainer.tokens_per_step * cfg.trainer.accumulate
+def _steps(cfg: TrainConf, tokens: int, ranks: int) -> int | None:
+    per_step = cfg.trainer.tokens_per_step * cfg.trainer.accumulate * ranks
     by_epochs = int(cfg.trainer.epochs * tokens / per_step) if cfg.trainer.epochs and tokens else None
     return min((bound for bound in (cfg.trainer.max_steps, by_epochs) if bound), default=None)
 
