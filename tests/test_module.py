@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,17 @@ def test_windows_change_no_gradient(verifier, tmp_path):
         torch.testing.assert_close(seen[name], p.grad, rtol=1e-4, atol=1e-7)
 
 
+def test_backward_is_not_under_autocast(verifier):
+    """On CUDA, autocast to bfloat16 may have it multiply in float16 (pytorch #105682)."""
+    module, seen = make(verifier, 1, accumulate=2), []
+    for p in module.head.parameters():
+        p.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+    forward, inside = module.labels, []
+    module.labels = lambda states: (inside.append(torch.is_autocast_enabled("cpu")), forward(states))[1]
+    fit(module, replace(CPU, precision="bf16-mixed"), [])
+    assert inside == [True, True] and len(seen) >= 2 * len(list(module.head.parameters())) and not any(seen)
+
+
 def test_validation_leaves_the_head_training_and_changes_nothing(verifier, tmp_path):
     prompts = document_prompts(documents(2))
     settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=6, baseline=False)
@@ -232,7 +244,8 @@ def test_a_bar_without_a_terminal_says_a_line_now_and_then(verifier, caplog):
 
 def test_several_devices_are_ddp_without_buffers():
     for conf in (TrainerConf(devices=2), TrainerConf(devices=[0, 1]), TrainerConf(num_nodes=2)):
-        assert isinstance(strategy(conf), DDPStrategy) and not strategy(conf)._ddp_kwargs["broadcast_buffers"]
+        assert isinstance(strategy(conf), DDPStrategy)
+        assert strategy(conf)._ddp_kwargs == {"broadcast_buffers": False, "gradient_as_bucket_view": True}
     assert strategy(TrainerConf()) == strategy(TrainerConf(devices="auto", accelerator="cpu")) == "auto"
     assert strategy(TrainerConf(devices=2, strategy="fsdp")) == "fsdp"
 

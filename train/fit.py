@@ -72,10 +72,12 @@ def device_count(cfg: TrainerConf) -> int:
 
 
 def strategy(cfg: TrainerConf) -> str | DDPStrategy:
-    """DDP without broadcasting buffers: the head's are the verifier's embedding and constants."""
+    """DDP without broadcasting buffers: the head's are the verifier's embedding and constants. Gradients lie in its
+    buckets, not beside them.
+    """
     several = device_count(cfg) * cfg.num_nodes > 1
     if cfg.strategy == "ddp" or (cfg.strategy == "auto" and several):
-        return DDPStrategy(broadcast_buffers=False)
+        return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     return cfg.strategy
 
 

@@ -86,14 +86,15 @@ class HeadModule(pl.LightningModule):
         self._weights.append(weight.detach())
         self._counts = counts if self._counts is None else self._counts + counts
         self.tokens += states.input_ids_BT.numel()
-        if len(self._weights) < self.settings.accumulate:
-            # Strategies of several ranks would exchange gradients in every backward; once a window is enough.
-            with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
-                self.manual_backward(loss)
-            return
-        self.manual_backward(loss)
-        self._step()
-        self._place = place
+        last = len(self._weights) == self.settings.accumulate
+        # Strategies of several ranks would exchange gradients in every backward; once a window is enough.
+        alone = nullcontext if last else getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        # Autocast still holds here, and on CUDA may have bfloat16 gradients multiplied as float16 (pytorch #105682).
+        with alone(), torch.autocast(loss.device.type, enabled=False):
+            self.manual_backward(loss)
+        if last:
+            self._step()
+            self._place = place
 
     def labels(self, states: VerifierStates) -> Labels:
         """The verifier's laws that this batch is taught by."""
@@ -133,7 +134,7 @@ class HeadModule(pl.LightningModule):
         return shared[0].to(weight.dtype), stop > 0, self.elapsed
 
     def _log(self, norm: Tensor, scale: float, elapsed: float) -> None:
-        """Means over everything since the last time; the only place that waits for the device."""
+        """Means over everything since the last time; with one rank the only place here that waits for the device."""
         sums = torch.stack([getattr(self._counts, f.name).double() for f in fields(StepCounts)])
         if self.trainer.world_size > 1:
             dist.all_reduce(sums)
