@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -94,4 +94,4 @@ def with_noise(states: VerifierStates, amplitude: float, seed: int) -> VerifierS
     aux = states.aux_BTAD
     generator = torch.Generator(aux.device).manual_seed(seed)
     noise = torch.empty_like(aux).uniform_(-amplitude, amplitude, generator=generator)
-    return replace(states, aux_BTAD=noise.add_(aux))
+    return states.with_aux(noise.add_(aux))

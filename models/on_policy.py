@@ -27,8 +27,9 @@ def own_labels(head, verifier, states: VerifierStates, logits: Logits, steps: in
     """
     counted_P, P = supervised(states, 1)[0], len(states.last_index_P)
     tokens_KP = own_drafts(head, states, steps)
-    last_KPD = torch.cat([states.last_PD[None], drafted_states(verifier, states, tokens_KP, counted_P)])
-    top_N, lse_N = verifier.top_and_lse(last_KPD[1:].flatten(0, 1))
+    with torch.autocast(states.last_PD.device.type, enabled=False):  # the verifier computes in its own dtype
+        last_KPD = torch.cat([states.last_PD[None], drafted_states(verifier, states, tokens_KP, counted_P)])
+        top_N, lse_N = verifier.top_and_lse(last_KPD[1:].flatten(0, 1))
     stop_KP = torch.isin(tokens_KP, torch.tensor(verifier.eos_ids, device=tokens_KP.device))
     stop_KP[0] = False
     row_KP = torch.arange(steps * P, device=tokens_KP.device).view(steps, P)
@@ -48,9 +49,8 @@ def own_drafts(head, states: VerifierStates, steps: int) -> Tensor:
     """int64 [K, P]: the token that each anchor's greedy draft reads at step k; row 0 is not used."""
     ids_R = head.vocab.ids_R.to(states.input_ids_BT.device)
     tokens_KP = states.last_index_P.new_zeros(steps, len(states.last_index_P))
-    for k, out_PD in enumerate(head.unroll(states, steps, tokens_KP)):  # step k + 1 reads its row after we fill it
-        if k + 1 < steps:
-            tokens_KP[k + 1] = ids_R[choices(head.final(out_PD), head.lm_weight)]
+    for k, out_PD in enumerate(head.unroll(states, steps - 1, tokens_KP)):  # step k + 1 reads its row after we fill it
+        tokens_KP[k + 1] = ids_R[choices(head.final(out_PD), head.lm_weight)]
     return tokens_KP
 
 

@@ -51,6 +51,12 @@ class VerifierStates:
         moved.__dict__["layout"] = self.layout.to(device)
         return moved
 
+    def with_aux(self, aux_BTAD: Tensor) -> VerifierStates:
+        """The same record with other captured states; its layout comes along."""
+        changed = replace(self, aux_BTAD=aux_BTAD)
+        changed.__dict__["layout"] = self.layout
+        return changed
+
 
 @dataclass(frozen=True)
 class DocumentStates:

@@ -147,7 +147,7 @@ def test_a_step_asks_the_device_nothing():
             states.last_index_P[0].item()
         for weights in ("decay", "vat"):
             labels = Labels.given(states, lambda hidden: hidden @ weight.T, 3)
-            loss, _, _ = head_loss(head, states, labels, Objective(steps=3, weights=weights, noise=0.0))
+            loss, _, _ = head_loss(head, states, labels, Objective(steps=3, weights=weights, noise=0.1))
             loss.backward()
     assert head.fc.weight.grad.shape == head.fc.weight.shape
 

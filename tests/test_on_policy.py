@@ -95,6 +95,19 @@ def test_where_the_head_is_right_own_drafts_are_the_text():
         torch.testing.assert_close(own, text, rtol=1e-8, atol=1e-9)
 
 
+def test_the_verifier_is_not_under_autocast(monkeypatch):
+    """Lightning's training step is; labels are the verifier's in its own dtype."""
+    verifier = tiny_verifier()
+    head, states = head_of(verifier), verifier.states(*packed_rows(DOCUMENTS))
+    tokens_KP = torch.randint(3, verifier.vocab_size, (K, len(states.last_PD)))
+    monkeypatch.setattr("models.on_policy.own_drafts", lambda *_: tokens_KP)
+    plain = labels_of(verifier, head, states)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = labels_of(verifier, head, states)
+    assert torch.equal(found.last_MD, plain.last_MD) and torch.equal(found.top_M, plain.top_M)
+    assert torch.equal(found.law(slice(0, 9)), plain.law(slice(0, 9)))
+
+
 def test_it_trains():
     verifier, head, states = both()
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
