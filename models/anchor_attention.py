@@ -14,7 +14,7 @@ Back ends by name in BACKENDS; all give the same, and tests hold each against a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from models.layout import Layout, Run
 from models.states import VerifierStates
 
 # (queries [P, H, F], step-0 keys and values [N, h, F] of all rows, own keys and values [P, h, F] of each step 1..k)
-# -> [P, H, F]
+# -> [P, H, F].  H heads of size F in h groups of g that share keys; J: the steps that have own keys.
 Attend = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 FLASH_SCORES = 2**19  # scores of a run, query heads that share keys counted, from which on the fused kernel is faster
@@ -205,9 +205,10 @@ def _flex(states: VerifierStates) -> Attend:
     def seen(_batch, _head, row, key):
         return (key <= anchor_P[row]) & (document_N[key] == of_P[row])
 
-    compiled = device.type == "cuda"
-    mask = create_block_mask(seen, None, None, len(anchor_P), len(document_N), device=device, _compile=compiled)
-    kernel = _compiled_flex() if compiled else flex_attention
+    make_mask, kernel = create_block_mask, flex_attention
+    if device.type == "cuda":
+        make_mask, kernel = _compiled(make_mask), _compiled(kernel)
+    mask = make_mask(seen, None, None, len(anchor_P), len(document_N), device=device)
 
     def attend(q_PHF, k_NhF, v_NhF, own_k, own_v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_PHF, k_NhF, v_NhF))
@@ -227,13 +228,9 @@ def _flex(states: VerifierStates) -> Attend:
     return attend
 
 
-_compiled: list[Callable] = []
-
-
-def _compiled_flex() -> Callable:
-    if not _compiled:
-        _compiled.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled[0]
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)
 
 
 BACKENDS: dict[str, Callable[[VerifierStates], Attend]] = {
