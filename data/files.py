@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +32,11 @@ def file_hash(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, this process's own, that takes the place of `path` when the block is through."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """A temporary name beside `path`, nobody else's, that takes the place of `path` when the block is through.
+
+    Processes of other machines and containers may write there too, and have the same number.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

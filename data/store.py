@@ -271,6 +271,7 @@ class _Writer:
                     parts.setdefault(key, []).append(part.cpu())
         for left in self.folder.glob(f"{path.name}.*"):  # by a process that was killed as it wrote
             left.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)  # of a shard that was here before, and as large
         with replacing(path) as temporary:
             save_file({name: torch.cat(some).contiguous() for name, some in parts.items()}, temporary)
         entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}

@@ -130,6 +130,21 @@ def test_a_kill_between_shards(verifier, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_no_old_checksum_stands_beside_a_new_shard(verifier, tmp_path, monkeypatch):
+    """A shard's size is that of the one before it, so a kill between shard and checksum would pass for a whole one."""
+    store = StateStore.capture(verifier, documents(5), tmp_path, shard_tokens=100)
+    (tmp_path / store.shards[0]["file"]).unlink()
+
+    def dies(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data.store.file_hash", dies)
+    with pytest.raises(KeyboardInterrupt):
+        StateStore.capture(verifier, documents(5), tmp_path, shard_tokens=100)
+    names = {path.name for path in tmp_path.glob("states-00000*")}
+    assert names == {"states-00000.safetensors"}
+
+
 def test_damage_is_found(verifier, tmp_path):
     store = StateStore.capture(verifier, documents(5), tmp_path, shard_tokens=100)
     path = tmp_path / store.shards[0]["file"]
