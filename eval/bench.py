@@ -36,7 +36,7 @@ TRAINING = {"train": bench_train, "sweep": bench_sweep, "scaling": bench_scaling
 
 
 def bench(cfg) -> Outcome:
-    """cfg: conf.schema.BenchCommandConf. Writes a JSON file and prints its rows; of a training step a tabletoo."""
+    """cfg: conf.schema.BenchCommandConf. Writes a JSON file and prints its rows; of a training step a table as well."""
     if cfg.kind != "decode" and cfg.kind not in TRAINING:
         raise UserError(f"say what to measure: python -m eval.bench decode | {' | '.join(TRAINING)}; found {cfg.kind}")
     axes = [*cfg.batches, *(cfg.steps or ()), *(cfg.tokens or ()), *(cfg.vocabularies or ())]

@@ -84,14 +84,18 @@ def agreement(file: Path, setting: Setting, shape: tuple, device: torch.device) 
     for place in dict.fromkeys((torch.device("cpu"), device)):
         for backend in BACKENDS:
             if ONLY.get(backend, place.type) == place.type:
-                found = gradients(read_setting(file), backend, place)
-                rows.append(difference(f"{backend} on {place.type}", found, truth, "float32"))
+                rows.append(compared(f"{backend} on {place.type}", file, backend, place, truth, "float32"))
     rounded = replace(setting, dtype="bfloat16")
     write_setting(file, rounded, *shape)  # the same numbers: states are rounded in every dtype
-    rows.append(
-        difference(f"bfloat16 on {device.type}", gradients(read_setting(file), "auto", device), truth, "bfloat16")
-    )
-    return rows
+    return [*rows, compared(f"bfloat16 on {device.type}", file, "auto", device, truth, "bfloat16")]
+
+
+def compared(name: str, file: Path, backend: str, device: torch.device, truth: tuple, dtype: str) -> dict:
+    """Row of one back end. One that does not even run (a kernel that can't be compiled) does not pass."""
+    try:
+        return difference(name, gradients(read_setting(file), backend, device), truth, dtype)
+    except Exception as error:
+        return {"name": name, "where": said(error), "bar": BARS[dtype], "passes": False}
 
 
 def step(loaded: Loaded, backend: str, device: torch.device) -> Tensor:
@@ -159,13 +163,14 @@ def speed(
     for name, (which, backend) in runs.items():
         try:
             timed(which, backend)  # compiles, and finds its kernels
-        except torch.OutOfMemoryError:
-            rows.append({"name": name, "missing": "out of memory"})
+        except Exception as error:  # out of memory, or as in `compared`
+            rows.append({"name": name, "missing": said(error)})
     steps = {
         name: lambda _, run=run: timed(*run) for name, run in runs.items() if name not in {r["name"] for r in rows}
     }
     for name, seconds in in_turns(steps, repeats).items():
         rows.append({"name": name, "seconds": median(seconds), "tokens_per_second": setting.tokens / median(seconds)})
+    torch.cuda.empty_cache()  # the peer is another process; where CUDA is not in use this does nothing
     return [*rows, peer_row(file, setting, device, repeats, environments)]
 
 
@@ -183,6 +188,11 @@ def peer_row(file: Path, setting: Setting, device: torch.device, repeats: int, e
         return {"name": name, "missing": last_line(done.stderr) or f"ended with {done.returncode}"}
     seconds = median(json.loads(done.stdout.strip().splitlines()[-1])["seconds"])
     return {"name": name, "seconds": seconds, "tokens_per_second": setting.tokens / seconds}
+
+
+def said(error: Exception) -> str:
+    """Its kind, and its first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:100]}"
 
 
 def name_of(device: torch.device) -> str:

@@ -68,6 +68,21 @@ def test_a_wrong_gradient_fails_the_check(run, monkeypatch):
     assert code == 1 and failed == ["flash on cpu"] and "1 of 4 rows do not pass, flash on cpu first" in err
 
 
+def test_a_back_end_that_does_not_run_is_a_row(run, monkeypatch):
+    right = gpu_check.gradients
+
+    def fails(loaded, backend, device):
+        if backend == "mixed":
+            raise RuntimeError("no kernel\nfor this device")
+        return right(loaded, backend, device)
+
+    monkeypatch.setattr(gpu_check, "gradients", fails)
+    code, _, err, file = run(*WORDS)
+    rows = {row["name"]: row for row in json.loads(file.read_text())["agreement"]}
+    assert code == 1 and rows["mixed on cpu"]["where"] == "RuntimeError: no kernel" and "mixed on cpu first" in err
+    assert [name for name, row in rows.items() if not row["passes"]] == ["mixed on cpu"] and len(rows) == 4
+
+
 def test_nan_never_passes():
     grads = {"a": torch.ones(2)}
     row = gpu_check.difference("x", (1.0, {"a": torch.full((2,), torch.nan)}), (1.0, grads), "float32")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench_stand_in import InProcess
@@ -190,6 +191,20 @@ def test_nothing_is_timed_where_gradients_differ(tmp_path, verifier, monkeypatch
     assert len(rows) == 3 and all(row["gradient"] < 1e-4 and (row["loss"] or 0) < 1e-5 for row in rows)
     with pytest.raises(UserError, match="wrong against naive: expected the same loss.*nothing was timed"):
         check.agreement(SETTING, *geometry, Rival("wrong", [], lm_head=False), 1, tmp_path)
+
+
+def test_a_gradient_that_is_no_number_is_a_difference(tmp_path, verifier, monkeypatch):
+    class Spoilt(InProcess):
+        def ask(self, **question):
+            answer = super().ask(**question)
+            grads = {key: grad.clone() for key, grad in load_file(question["out"]).items()}
+            grads["norm.weight"][0] = torch.nan
+            save_file(grads, question["out"])
+            return answer
+
+    monkeypatch.setattr(check, "Process", lambda rival, *rest: (Spoilt if rival.dense else InProcess)(rival, *rest))
+    with pytest.raises(UserError, match="ours against naive: .* of 0.000000 and nan .norm.weight.: nothing was timed"):
+        check.agreement(SETTING, verifier.head_geometry, verifier.aux_layers, None, 1, tmp_path)
 
 
 @pytest.mark.slow

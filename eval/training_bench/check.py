@@ -44,7 +44,7 @@ def agreement(
         one = _run(replace(exact, steps=1), asks, geometry, aux_layers, threads, folder)
         rows.append(_difference(f"ours against {peer.name}, K = 1", one["ours"], one[peer.name]) | {"loss": None})
     for row in rows:
-        if not max(row["loss"] or 0.0, row["gradient"]) < TOLERANCE:
+        if not ((row["loss"] or 0.0) < TOLERANCE and row["gradient"] < TOLERANCE):  # so also for NaN
             raise UserError(
                 f"{row['name']}: expected the same loss and gradients, found relative differences of "
                 f"{number(row['loss'], 6)} and {row['gradient']:.6f} ({row['where']}): nothing was timed; see {folder}"
