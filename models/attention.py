@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from conf.errors import UserError
 from models.cache import KVCache
+from models.layout import document_runs
 from models.tree import TreeRows
 
 NAME = "eyrie"
@@ -51,17 +52,14 @@ class PackedPlan:
 
     @classmethod
     def of(cls, document_BT: Tensor) -> PackedPlan:
-        """From document indices [B, T], -1 on pads. A document is one unbroken run of its index."""
-        runs = []
-        for b, row in enumerate(document_BT.tolist()):
-            start = 0
-            for t in range(1, len(row) + 1):
-                if t == len(row) or row[t] != row[start]:
-                    if row[start] >= 0:
-                        runs.append((b, start, t))
-                    start = t
-        whole = [(b, 0, document_BT.shape[1]) for b in range(document_BT.shape[0])]
-        return cls(runs, runs == whole)
+        """From document indices [B, T], -1 on pads; best on the host."""
+        return cls.over(document_runs(document_BT), document_BT.shape)
+
+    @classmethod
+    def over(cls, runs: Sequence[tuple[int, int, int]], shape: Sequence[int]) -> PackedPlan:
+        """From the documents of rows of this shape [B, T] (`models.layout.Layout`)."""
+        whole = [(b, 0, shape[1]) for b in range(shape[0])]
+        return cls(list(runs), list(runs) == whole)
 
     def attend(self, q_BHTF: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """Attention [B, H, T, F] of one layer; keys and values are those of the same rows."""

@@ -27,11 +27,15 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """anchor_P: flat row of each anchor.  position_P: its position in its document.  runs: all anchors, in order."""
+    """anchor_P: flat row of each anchor.  position_P: its position in its document.  runs: all anchors, in order.
+
+    documents: (row b, start, stop) of each.
+    """
 
     anchor_P: Tensor
     position_P: Tensor
     runs: tuple[Run, ...]
+    documents: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, document_BT: Tensor, position_BT: Tensor, last_index_P: Tensor) -> Layout:
@@ -47,12 +51,23 @@ class Layout:
             Run(max(row - position, 0), row, row + end - anchor, anchor)
             for row, position, anchor, end in zip(rows, positions, anchors, ends, strict=True)
         )
-        return cls(anchor_P, position_P, tuple(runs))
+        return cls(anchor_P, position_P, tuple(runs), document_runs(document_BT))
 
     def to(self, device: torch.device | str) -> Layout:
         """The same with its tensors on `device`."""
         moved = (x.to(device, non_blocking=True) for x in (self.anchor_P, self.position_P))
-        return Layout(*moved, self.runs)
+        return Layout(*moved, self.runs, self.documents)
+
+
+def document_runs(document_BT: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """(row b, start, stop) of each document; -1 marks pads. A document is one unbroken run of its index in a row."""
+    T = document_BT.shape[1]
+    new_BT = torch.ones_like(document_BT, dtype=torch.bool)
+    new_BT[:, 1:] = document_BT.diff(dim=1) != 0
+    starts, numbers = new_BT.flatten().nonzero().flatten().tolist(), document_BT[new_BT].tolist()
+    stops = [*starts, document_BT.numel()][1:]
+    found = zip(starts, stops, numbers, strict=True)
+    return tuple((start // T, start % T, start % T + stop - start) for start, stop, number in found if number >= 0)
 
 
 def anchor_rows(last_index_P: Tensor) -> Tensor:

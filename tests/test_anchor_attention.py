@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from models.anchor_attention import BACKENDS, attention_of
+from models.layout import document_runs
 from models.losses import head_loss
 from models.objectives import Labels, Objective
 from models.supervision import supervised
-from toy_head import D, make_head, make_states, teacher, ttt_loss
+from toy_head import D, make_head, make_other, make_states, teacher, ttt_loss
 
 H, HEADS, F = 4, 2, 6
 ROWS = {
@@ -121,15 +122,26 @@ def test_layout_of_packed_documents():
     ]
     assert states.layout.position_P.tolist() == [1, 2, 6, 7, 10, 0, 0, 1, 2]
     assert sum(run.count for run in runs) == len(states.last_index_P)
-    assert states.to("cpu").layout.runs == runs
+    assert states.layout.documents == ((0, 0, 11), (0, 11, 14), (0, 14, 19))
+    moved = states.to("cpu").layout
+    assert moved.runs == runs and moved.documents == states.layout.documents
 
 
-def test_a_step_asks_the_device_nothing():
+def test_documents_of_padded_rows():
+    """Neighbours by the flat row that are documents of two rows; pads at the ends, and a row of nothing else."""
+    document_BT = torch.tensor([[0, 0, 1, 1], [2, -1, -1, -1], [-1, -1, -1, -1], [3, 3, 3, 3], [3, 4, 4, -1]])
+    assert document_runs(document_BT) == ((0, 0, 2), (0, 2, 4), (1, 0, 1), (3, 0, 4), (4, 0, 1), (4, 1, 3))
+    assert document_runs(document_BT[:, :0]) == ()
+
+
+@pytest.mark.parametrize(("kind", "K"), [("eagle3", 3), ("eagle1", 3), ("medusa", 5), ("independent", 1)])
+def test_a_step_asks_the_device_nothing(kind, K):
     """Under fake tensors everything that would read a value from the device raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    head, states = make_head(), make_states(ROWS["padded"])
-    weight = torch.randn(13, D, dtype=torch.float64)
+    head, states = make_head() if kind == "eagle3" else make_other(kind), make_states(ROWS["padded"])
+    states = states if kind == "eagle3" else replace(states, aux_BTAD=states.aux_BTAD[:, :, :1])
+    weight = torch.randn(len(head.vocab), D, dtype=torch.float64)
     layout = states.layout
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
 
@@ -137,19 +149,19 @@ def test_a_step_asks_the_device_nothing():
             return mode.from_tensor(x)
 
         head = head._apply(fake)
-        for name in ("embedding_VD", "inverse_V"):
-            setattr(head, name, fake(getattr(head, name)))
-        head.rotary.inv_freq = fake(head.rotary.inv_freq)
+        if hasattr(head, "rotary"):
+            head.rotary.inv_freq = fake(head.rotary.inv_freq)
         states = replace(states, **{name: fake(x) for name, x in vars(states).items() if isinstance(x, torch.Tensor)})
         states.__dict__["layout"] = replace(layout, anchor_P=fake(layout.anchor_P), position_P=fake(layout.position_P))
         weight = fake(weight)
         with pytest.raises(Exception, match="item|data-dependent|_local_scalar_dense"):
             states.last_index_P[0].item()
         for weights in ("decay", "vat"):
-            labels = Labels.given(states, lambda hidden: hidden @ weight.T, 3)
-            loss, _, _ = head_loss(head, states, labels, Objective(steps=3, weights=weights, noise=0.1))
+            labels = Labels.given(states, lambda hidden: hidden @ weight.T, K)
+            objective = Objective(steps=K, weights=weights, noise=0.1, feature_weight=0.1)
+            loss, _, _ = head_loss(head, states, labels, objective)
             loss.backward()
-    assert head.fc.weight.grad.shape == head.fc.weight.shape
+    assert not [name for name, p in head.named_parameters() if p.grad is None or p.grad.shape != p.shape]
 
 
 def test_no_tensor_of_a_step_is_as_large_as_all_scores_or_all_logits(monkeypatch):

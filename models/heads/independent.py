@@ -106,7 +106,8 @@ class IndependentHead(nn.Module):
     def unroll(self, states: VerifierStates, steps: int) -> Iterator[Tensor]:
         """Yields out_PD of each label row: one step, for step k of a model of tokens alone is step 0 of a later row."""
         assert steps == 1, "an independent draft trains one step"
-        out_BTD = self._run(states.input_ids_BT, states.position_BT, attention.PackedPlan.of(states.document_BT))
+        plan = attention.PackedPlan.over(states.layout.documents, states.document_BT.shape)
+        out_BTD = self._run(states.input_ids_BT, states.position_BT, plan)
         yield out_BTD.flatten(0, 1)[states.last_index_P]
 
     def final(self, out: Tensor) -> Tensor:
