@@ -187,18 +187,17 @@ class _Writer:
         self.verifier, self.documents, self.folder, self.index = verifier, documents, folder, index
         self.kept, self.pieces = kept, pieces or self._computed
         self.ranges = _shards(documents, index["shard_tokens"])
-        self.done = 0  # tokens
 
     def write(self) -> list[dict]:
-        missing = [number for number in range(len(self.ranges)) if self._entry(number) is None]
-        if missing:
-            todo = [document for number in missing for document in self._documents(number)]
+        self.missing = [number for number in range(len(self.ranges)) if self._entry(number) is None]
+        if self.missing:
+            todo = [document for number in self.missing for document in self._documents(number)]
             self._plan(todo)
             with progress_bar() as self.bar:
                 self.total, self.begun = _tokens(todo), time.monotonic()
                 self.said, self.task = self.begun, self.bar.add_task("verifier states", total=self.total, rate="")
                 for wait in (0, -1):  # first what nobody works at, then what others have left
-                    for number in missing:
+                    for number in self.missing:
                         self._share(number, wait)
         return [self._entry(number) for number in range(len(self.ranges))]
 
@@ -206,14 +205,19 @@ class _Writer:
         if self._entry(number) is not None:
             return
         locks = self.folder / ".locks"
-        locks.mkdir(exist_ok=True)
         try:
+            locks.mkdir(exist_ok=True)
             with FileLock(locks / f"{number:05d}", timeout=wait):
                 if self._entry(number) is None:
                     self._write(number)
-                    self._tell(number)
+                    self._tell()
         except Timeout:
             pass
+        except PermissionError as error:
+            raise UserError(
+                f"expected a folder that can be written, for {self.folder} lacks shards: found {error.strerror} at "
+                f"{error.filename}; choose another with out= or EYRIE_CACHE"
+            ) from error
 
     def _plan(self, todo: Sequence[Document]) -> None:
         """What it will take. UserError where the disk is too small."""
@@ -241,14 +245,15 @@ class _Writer:
         seconds = (time.monotonic() - begun) / _tokens(first) * _tokens(computed)
         return f", about {seconds / 60:.1f} min" if seconds >= 60 else f", about {seconds:.0f} s"
 
-    def _tell(self, number: int) -> None:
-        count, now = _tokens(self._documents(number)), time.monotonic()
-        self.done += count
-        rate = self.done / (now - self.begun)
-        if self.done < self.total and (self.done == count or now - self.said >= SECONDS_PER_LINE):
-            self.said, left = now, (self.total - self.done) / rate
-            log.info(f"states: {self.done / self.total:.0%}, {rate:,.0f} tokens/s, about {left:.0f} s to go")
-        self.bar.update(self.task, completed=self.done, rate=f"{rate:,.0f} tokens/s")
+    def _tell(self) -> None:
+        """How far all processes are."""
+        left = sum(_tokens(self._documents(number)) for number in self.missing if self._entry(number) is None)
+        now = time.monotonic()
+        rate = (self.total - left) / (now - self.begun)
+        if left and (self.said == self.begun or now - self.said >= SECONDS_PER_LINE):
+            self.said = now
+            log.info(f"states: {1 - left / self.total:.0%}, {rate:,.0f} tokens/s, about {left / rate:.0f} s to go")
+        self.bar.update(self.task, completed=self.total - left, rate=f"{rate:,.0f} tokens/s")
 
     def _documents(self, number: int) -> Sequence[Document]:
         return self.documents[slice(*self.ranges[number])]

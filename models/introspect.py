@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from conf.paths import cache_dir
 from models.attention import PackedPlan, Rule
 
+REMEMBERED_FROM = 2**31  # bytes of weight files, from which on their hash is kept
 NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
@@ -240,7 +244,22 @@ def dtype_of_files(files: Sequence[Path]) -> str | None:
 
 
 def hash_files(files: Sequence[Path]) -> str:
-    """The same over safetensors files, however the tensors are spread over them; of other formats, over the bytes."""
+    """The same over safetensors files, however the tensors are spread over them; of other formats, over the bytes.
+
+    Of a large model it is kept in the cache, by the files' names, sizes and times: reading them takes minutes.
+    """
+    about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    if sum(size for _, size, _ in about) < REMEMBERED_FROM:
+        return _hash_files(files)
+    kept = cache_dir("hashes") / hashlib.sha256(repr(about).encode()).hexdigest()
+    if not kept.is_file():
+        written = kept.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        written.write_text(_hash_files(files))
+        written.replace(kept)
+    return kept.read_text()
+
+
+def _hash_files(files: Sequence[Path]) -> str:
     from safetensors import safe_open
 
     digest = hashlib.sha256()

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from conf.cli import load
 from conf.errors import UserError
-from models import parts
+from models import introspect, parts
 from models.export.native import read_head
 from models.verifier import Verifier
 from tiny import tiny_model, tiny_tokenizer
@@ -140,3 +141,16 @@ def test_what_such_a_verifier_cannot_do_is_said_at_once(words, message):
     )
     with pytest.raises(UserError, match=message):
         check(cfg)
+
+
+def test_the_hash_of_a_large_model_is_kept_until_its_files_change(tmp_path, monkeypatch):
+    monkeypatch.setenv("EYRIE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(introspect, "REMEMBERED_FROM", 10)
+    reads, read = [], introspect._hash_files
+    monkeypatch.setattr(introspect, "_hash_files", lambda files: reads.append(1) or read(files))
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(4)}, file)
+    first = introspect.hash_files([file])
+    assert introspect.hash_files([file]) == first == read([file]) and len(reads) == 1
+    save_file({"a": torch.arange(1, 5)}, file)  # as large as before
+    assert introspect.hash_files([file]) != first and len(reads) == 2
