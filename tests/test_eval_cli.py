@@ -129,6 +129,7 @@ def test_the_verifier_is_loaded_as_the_run_says_unless_told_otherwise(run, tmp_p
     assert seen == {
         "source": f"{run}/verifier", "device": "auto", "revision": None, "trust_remote_code": False,
         "dtype": "float32", "aux_layers": list(read_head(copy).config.aux_layers),
+        "device_map": None, "max_memory": None,
     }  # fmt: skip
     (copy / "config.yaml").write_text(
         "verifier: {source: org/model, device: cpu, revision: abc, trust_remote_code: true, dtype: auto}\n"
