@@ -78,7 +78,7 @@ class DataConf:
     batch_size: int = 64  # sequences generated at once
     validation: int = 24  # documents held out
     store: bool = True  # keep the verifier's states on disk; false: compute them in every step
-    store_dtype: str = "auto"  # the verifier's; or float32, bfloat16, float16, and in one byte a value int8, float8
+    store_dtype: str = "auto"  # the verifier's; or another float, and in one byte a value int8, float8
     seed: int = 0
 
 

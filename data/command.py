@@ -114,8 +114,10 @@ def vocab_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
 def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     """The verifier's states of the training documents; what is there already is checked against its checksums."""
     pieces = None if cfg.server is None else ServerStates(cfg.server, verifier).pieces
+    folder = None if cfg.out is None else Path(cfg.out).expanduser()
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise UserError(f"expected out= to name a folder for the states, found the file {folder}")
     prepared = prepare(cfg.data, verifier, keep_states=pieces is None)
-    folder = None if cfg.out is None else Path(cfg.out)
     store = StateStore.capture(
         verifier, prepared.train, folder, cfg.data.store_dtype, kept=prepared.states, pieces=pieces
     )

@@ -51,11 +51,12 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The object in `path`, {} when the file is absent or not JSON (then it is written anew)."""
+    """The object in `path`, {} when the file is absent or holds none (then it is written anew)."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # bytes that are no text are ValueErrors too
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 @contextmanager

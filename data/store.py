@@ -95,7 +95,10 @@ class StateStore:
             "shard_tokens": shard_tokens,
         }
         folder = Path(folder) if folder is not None else cache_dir("states", key_of(index)[:16])
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"expected a folder that can be made at {folder}, found {error.strerror}") from error
         found = read_json(folder / "index.json")
         different = [name for name, value in index.items() if found and found.get(name) != value]
         if different:
@@ -265,7 +268,8 @@ class _Writer:
         """What lies beside a shard; None unless both are whole."""
         path = self._path(number)
         entry = read_json(path.with_suffix(".json"))
-        return entry if entry and path.is_file() and path.stat().st_size == entry["bytes"] else None
+        whole = {"file", "bytes", "sha256"} <= entry.keys() and path.is_file()
+        return entry if whole and path.stat().st_size == entry["bytes"] else None
 
     def _write(self, number: int) -> None:
         documents, path, dtype = self._documents(number), self._path(number), self.index["dtype"]

@@ -112,6 +112,19 @@ def test_resume_computes_only_what_is_missing(verifier, store, tmp_path, monkeyp
     assert len(calls) == 2, "a complete store computes nothing"
 
 
+@pytest.mark.parametrize("damage", [b"{}", b"[1]", b'{"file": "x"}', b"\xff\xfe\x00", b'{"file'])
+def test_a_shard_without_a_whole_checksum_is_computed_again(verifier, tmp_path, damage):
+    StateStore.capture(verifier, documents(5), tmp_path, shard_tokens=100)
+    (tmp_path / "states-00001.json").write_bytes(damage)
+    StateStore.capture(verifier, documents(5), tmp_path, shard_tokens=100).verify()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(verifier, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="expected a folder that can be made"):
+        StateStore.capture(verifier, documents(2), tmp_path / "file")
+
+
 def test_a_kill_between_shards(verifier, tmp_path, monkeypatch):
     states = type(verifier).states
     left = iter(range(3))
@@ -269,6 +282,8 @@ def slow(*rows):
     time.sleep(float(sys.argv[2]))
     return states(*rows)
 verifier.states = slow
+print("ready", flush=True)
+sys.stdin.readline()
 StateStore.capture(verifier, documents(), Path(sys.argv[1]), shard_tokens=100)
 print("computed", seen, flush=True)
 """
@@ -276,7 +291,7 @@ print("computed", seen, flush=True)
 
 def part(folder, pause):
     command = [sys.executable, "-c", PART, str(folder), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_processes_share_the_work_and_one_may_be_killed(verifier, tmp_path):
@@ -284,8 +299,12 @@ def test_processes_share_the_work_and_one_may_be_killed(verifier, tmp_path):
     whole = StateStore.capture(verifier, documents(), tmp_path / "one", shard_tokens=100)
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "states-00000.safetensors.1.tmp").write_bytes(b"half")  # of one that was killed as it wrote
-    processes = [part(tmp_path / "many", 0.1) for _ in range(2)]
-    doomed = part(tmp_path / "many", 600)
+    *processes, doomed = (part(tmp_path / "many", pause) for pause in (0.3, 0.3, 600))
+    for process in (*processes, doomed):  # none begins before all are there
+        assert process.stdout.readline() == "ready\n"
+    for process in (doomed, *processes):
+        process.stdin.write("go\n")
+        process.stdin.flush()
     assert doomed.stdout.readline() == "shard\n"  # it holds one
     doomed.send_signal(signal.SIGKILL)
     doomed.communicate()

@@ -115,6 +115,7 @@ def test_plan_only(words, monkeypatch, capsys, tmp_path):
         ("decode.depth=0", "decode.depth must be 1 or more"),
         ("decode.dtype=float8", "decode.dtype must be"),
         ("data.store_dtype=int4", "data.store_dtype must be"),
+        ("trainer.tflops=-1", "expected above 0, found -1"),
         ("trainer.max_steps=null", "the run has no end"),
         ("data.path=/nowhere/*.jsonl", "/nowhere"),
         ("trainer.accelerator=gpu", "found none"),

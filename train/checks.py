@@ -48,6 +48,10 @@ def check(cfg: TrainConf) -> None:
     for name in POSITIVE:
         if (value := _setting(cfg, name)) < 1:
             raise UserError(f"{name} must be 1 or more, found {value}")
+    if cfg.trainer.tflops is not None and not cfg.trainer.tflops > 0:
+        raise UserError(
+            f"trainer.tflops is a device's rate in 1e12 a second: expected above 0, found {cfg.trainer.tflops}"
+        )
     if cfg.head.start_lm_head == "random" and not cfg.head.train_lm_head:
         raise UserError("a random LM head must be trained: head.train_lm_head=true, or head.start_lm_head=verifier")
     check_head(cfg)
