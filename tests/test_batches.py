@@ -77,6 +77,14 @@ def test_resume_with_other_data_is_an_error():
             other.load_state_dict(state)
 
 
+def test_a_checkpoint_of_ranks_that_were_dealt_in_turn_is_refused():
+    loader = PackedLoader(Indices([5, 6, 7]), 10, world=2)
+    old = {key: value for key, value in loader.state_dict().items() if key != "dealt"}
+    with pytest.raises(UserError, match="dealt was None, is now by labels"):
+        loader.load_state_dict(old)
+    PackedLoader(Indices([5, 6, 7]), 10).load_state_dict(old | {"world": 1})  # one rank's order is what it was
+
+
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_ranks_get_equal_counts(world):
     """speculators #867: the plan is dealt out; what repeats to fill up is fewer than `world` batches."""
