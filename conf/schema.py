@@ -63,9 +63,17 @@ class ObjectiveConf:
 
 @dataclass
 class DataConf:
-    path: Any = None  # JSONL(.gz) file, list, folder or glob; null: the verifier writes the dialogues
+    # A file, folder, glob or hub dataset, or {path, weight, split, name, revision}, or a list of these: data/sources.py.
+    # null: the verifier writes the dialogues
+    path: Any = None
     answers: str = "regenerate"  # "regenerate": the verifier answers; "given": keep the file's answers
     supervised: str = "answers"  # "dialogue": prompts too, where the verifier wrote them
+    thinking: str = "template"  # of given answers: "template": as it renders them; "strip": without; "drop": leave out
+    unique: str = "document"  # "prompt": one dialogue for each first question
+    exclude: Any = None  # suites or files whose prompts must not be trained on; null: those of evaluation.prompts
+    server: Any = None  # OpenAI-compatible server that writes in place of the verifier here: http://HOST:PORT, or several
+    server_model: str | None = None  # its name there; null: the only one that it serves
+    concurrency: int = 32  # requests under way at each server
     max_documents: int | None = None
     max_tokens: int | None = None  # answer tokens
     minutes: float | None = None
@@ -112,6 +120,9 @@ class TrainerConf:
     validate_every: int = 200  # optimizer steps; 0: never
     validate_prompts: int = 8
     checkpoint_every: int = 200
+    checkpoints: int = 2  # how many of the newest are kept, beside the best
+    nonfinite: str = "stop"  # a loss or gradient that is no number: "stop" with a reproducer | "skip" the step, counted
+    deterministic: bool = False  # only kernels that give the same bits every time; slower on a GPU
     progress: bool = True
     tflops: float | None = None  # for plan=true: matrix products of a device, 1e12 a second; null: measured here
 

@@ -31,6 +31,7 @@ class Dialogue:
     text:      text that already carries a chat template's headers, or None.
     category:  the row's own, or empty; `source` falls back to it.
     prompt_span: where the verifier wrote the first prompt, as ids, itself (Document.prompt_span).
+    place: the file and line that it came from, for people.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Dialogue:
     text: str | None = None
     category: str = ""
     prompt_span: tuple[int, int] | None = None
+    place: str = ""
 
 
 def resolve(paths: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -50,6 +50,11 @@ def tokenize(dialogues: Iterable[Dialogue], verifier: Verifier, max_length: int,
         )
 
 
+def to_documents(dialogue: Dialogue, verifier: Verifier, thinking: str = "template") -> list[Document]:
+    """One dialogue as Documents: one, or one an answer where the template rewrites earlier turns. Raises Drop."""
+    return [to_document(dialogue, verifier)]
+
+
 def to_document(dialogue: Dialogue, verifier: Verifier) -> Document:
     """One dialogue as a Document; raises Drop."""
     if dialogue.input_ids is not None:
