@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.errors import UserError
 from conf.explain import explain, groups, mistake, usage
 from conf.schema import COMMANDS
+from conf.terminal import LineFormatter
 
 CONF = str(Path(__file__).parent.resolve())
 
@@ -131,7 +132,9 @@ class reported:  # noqa: N801 - reads as a statement
 
 def quiet_logs() -> None:
     """Our log lines to standard error, bare; other libraries' only from warnings up."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     for name in ("train", "data", "eval", "models"):
         logging.getLogger(name).setLevel(logging.INFO)
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):

@@ -11,13 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from conf.cli import Outcome
 from conf.errors import UserError
 from conf.paths import cache_dir
 from conf.schema import DataCommandConf
+from conf.terminal import TextConsole
 from data.documents import Document, describe, with_prompt
 from data.files import read_json, replacing, write_json
 from data.inspect import show
@@ -45,7 +45,7 @@ def run(cfg: DataCommandConf) -> Outcome:
     table = Table("what", "value", title=f"{cfg.task}: {verifier.name}")
     for name, value in outcome.values.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
-    Console(stderr=cfg.json).print(table)
+    TextConsole(stderr=cfg.json).print(table)
     return outcome
 
 
@@ -134,7 +134,7 @@ def inspect_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     documents: list[Document] = list(itertools.islice(found, cfg.limit or 3))
     if cfg.data.supervised == "dialogue":
         documents = [with_prompt(document) for document in documents]
-    show(documents, verifier.tokenizer, verifier.eos_ids, Console(stderr=cfg.json))
+    show(documents, verifier.tokenizer, verifier.eos_ids, TextConsole(stderr=cfg.json))
     values = {
         "documents shown": len(documents),
         "tokens": sum(len(document.input_ids) for document in documents),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from conf.parse import json_of
+
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,7 @@ def write_json(path: Path, value: object) -> None:
 def read_json(path: Path) -> dict:
     """The object in `path`, {} when the file is absent or holds none (then it is written anew)."""
     try:
-        found = json.loads(path.read_text())
+        found = json_of(path.read_text())
     except (FileNotFoundError, ValueError):  # bytes that are no text are ValueErrors too
         return {}
     return found if isinstance(found, dict) else {}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from conf.errors import printable
+from conf.terminal import KEPT
 from data.documents import Document
 
 PROMPT, FIRST, LABEL, END = "dim", "cyan", "bold green", "bold black on green"
@@ -27,14 +29,15 @@ def view(document: Document, tokenizer, eos_ids: Sequence[int], ids: bool = True
     """Text of a document with the supervised tokens highlighted, then its ids alike."""
     chosen = styles(document, eos_ids)
     title = Text(
-        f"{document.id}  {document.source}  {len(document.input_ids)} tokens, {len(document.spans)} answer(s) of "
+        printable(f"{document.id}  {document.source}")
+        + f"  {len(document.input_ids)} tokens, {len(document.spans)} answer(s) of "
         f"{document.answer_tokens} tokens, {document.labels} labels",
         style="bold",
     )
     text, numbers = Text(), Text()
     for token, style in zip(document.input_ids, chosen, strict=True):
         # Line breaks are shown and kept: whether they are supervised is the question.
-        text.append(tokenizer.decode([token]).replace("\n", "\u21b5\n"), style=style)
+        text.append(printable(tokenizer.decode([token]), KEPT).replace("\n", "\u21b5\n"), style=style)
         numbers.append(str(token), style=style)
         numbers.append(" ")
     return Group(title, text, numbers, Text()) if ids else Group(title, text, Text())

@@ -15,11 +15,11 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
+from conf.terminal import TextConsole
 from eval.bench_decode import bench_decode
 from eval.bench_train import bench_profile, bench_scaling, bench_sweep, bench_train
 from eval.measure import use_threads
@@ -47,7 +47,7 @@ def bench(cfg) -> Outcome:
         )
     path = Path(cfg.out) if cfg.out else Path("outputs", "bench", f"{cfg.kind}-{datetime.now():%Y-%m-%d_%H-%M-%S}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=cfg.json)
+    console = TextConsole(stderr=cfg.json)
     with use_threads(cfg.threads) as threads:
         values = {"kind": cfg.kind, "threads": threads, "torch": torch.__version__, "repeats": cfg.repeats}
         if cfg.kind == "decode":

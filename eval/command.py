@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from conf.cli import Outcome
 from conf.errors import UserError
+from conf.terminal import TextConsole
 from eval.alpha import AlphaReport, evaluate
 from eval.measure import EvalSettings
 from eval.prompts import Prompt, load_prompts
@@ -62,7 +62,7 @@ def evaluate_run(cfg) -> Outcome:
         page = write_report(folder, run)
     elif cfg.plots:
         write_plots(folder, run)
-    Console(stderr=cfg.json).print(alpha_tables(report.to_dict()))
+    TextConsole(stderr=cfg.json).print(alpha_tables(report.to_dict()))
     if report.skipped:
         log.info("skipped %d prompts that leave no room for an answer: %s", len(report.skipped), report.skipped[:5])
     return Outcome(page or alpha, report.to_dict() | {"alpha_json": str(alpha)})

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
+from conf.terminal import TextConsole
 from data.files import write_json
 from eval import report
 from eval.counts import Counts, bootstrap_tau, paired_bootstrap, pool, wilson
@@ -249,7 +250,7 @@ def compare(cfg) -> Outcome:
     write_json(folder / "comparison.json", values)
     (folder / "comparison.md").write_text(markdown(values))
     plot(arms, values, folder / "comparison.png")
-    Console(stderr=cfg.json).print(tables(values))
+    TextConsole(stderr=cfg.json).print(tables(values))
     return Outcome(folder / "comparison.md", values | {"comparison_json": str(folder / "comparison.json")})
 
 

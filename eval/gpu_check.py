@@ -17,12 +17,12 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
+from conf.terminal import TextConsole
 from eval.rivals import in_turns
 from eval.serving.engine import last_line
 from eval.speculative.clock import Clock
@@ -65,7 +65,7 @@ def check(cfg) -> Outcome:
     values = {"device": name_of(device), "torch": torch.__version__, "passes": not failed, "agreement": rows}
     values |= {"shapes": vars(timed), "speed": speeds}
     out.write_text(json.dumps(values, indent=1) + "\n")
-    console = Console(stderr=cfg.json, width=120)
+    console = TextConsole(stderr=cfg.json, width=120)
     for title, part in (("agreement", rows), ("speed", speeds)):
         console.print(table(f"{title}: {values['device']}", part))
     if failed:

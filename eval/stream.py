@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.text import Text
 
 from conf.cli import Outcome, main
-from conf.errors import UserError
+from conf.errors import UserError, printable
+from conf.terminal import KEPT, TextConsole
 from eval.command import load_candidate, settings_of
 from eval.counts import Counts
 from eval.measure import use_threads
@@ -40,7 +40,7 @@ def stream(cfg) -> Outcome:
     room = verifier.head_geometry["max_position_embeddings"] - settings.room
     if len(ids) > room:
         raise UserError(f"expected a prompt of at most {room} tokens, found {len(ids)}: lower decode.max_new_tokens")
-    console, rounds, tokens = Console(stderr=cfg.json, highlight=False), [], []
+    console, rounds, tokens = TextConsole(stderr=cfg.json), [], []
     with use_threads(settings.threads):
         calls = speculate(
             verifier,
@@ -53,7 +53,7 @@ def stream(cfg) -> Outcome:
         for call, kept in as_kept(calls, verifier.eos_ids, settings.max_new_tokens):
             rounds.append(call)
             for piece, drafted in pieces(verifier.tokenizer, tokens, kept, call.accepted):
-                console.print(Text(piece, style=DRAFTED if drafted else ""), end="", soft_wrap=True)
+                console.print(Text(printable(piece, KEPT), style=DRAFTED if drafted else ""), end="", soft_wrap=True)
             tokens += kept
     counts, seconds = Counts(), sum(call.seconds for call in rounds[1:])
     for call in rounds[1:]:

@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from conf.cli import Outcome
 from conf.schema import TrainConf
+from conf.terminal import TextConsole
 from eval import command
 from eval.alpha import AlphaReport
 from eval.command import candidate_of, settings_of
@@ -59,7 +59,7 @@ def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict
         page = write_report(folder, folder)
     elif cfg.evaluation.plots:
         write_plots(folder, folder)
-    console = Console(stderr=cfg.json)
+    console = TextConsole(stderr=cfg.json)
     console.print(alpha_tables(report.to_dict()))
     paths = {"head": folder / "head", **({"export": export} if export else {}), "report": page}
     console.print(closing_table(cfg, report, record, ledger, paths))

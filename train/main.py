@@ -13,11 +13,11 @@ import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from rich.console import Console
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.schema import TrainConf
+from conf.terminal import TextConsole
 from data.batches import OnlineStates, PackedLoader
 from data.prepare import Prepared, prepare
 from data.store import StateStore
@@ -77,7 +77,7 @@ def train(cfg: TrainConf) -> Outcome | None:
         remove_empty(folder)
         raise
     if job.rank == 0:
-        Console(stderr=cfg.json).print(show(rows))
+        TextConsole(stderr=cfg.json).print(show(rows))
         if cfg.plan:
             remove_empty(folder)
             return Outcome(values={"plan": dict(rows)})

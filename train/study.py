@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
-from rich.console import Console
 
 from conf.cli import Outcome, load
 from conf.errors import UserError
 from conf.explain import mistake
 from conf.schema import StudyConf, TrainConf
+from conf.terminal import TextConsole
 from eval.command import settings_of
 from eval.exposure import measure_heads
 from eval.prompts import load_prompts
@@ -217,7 +217,7 @@ def finish_study(job: Job, runs: Sequence[Run], verifier: Verifier | None, recor
     ]
     values = study_record(cfg.study.arms, arm_runs, settings.depth, record)
     path = write_study(values, folder, plots=cfg.evaluation.plots, page=cfg.evaluation.report)
-    console = Console(stderr=cfg.json)
+    console = TextConsole(stderr=cfg.json)
     console.print(terminal_tables(values))
     phases = ", ".join(f"{name} {finish.minutes(seconds)}" for name, seconds in ledger.seconds.items())
     console.print(f"time: {phases}; {finish.minutes(sum(ledger.seconds.values()))} in all")

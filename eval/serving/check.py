@@ -20,11 +20,11 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.schema import DecodeConf, EvalCommandConf
+from conf.terminal import TextConsole
 from data.files import replacing, write_json
 from eval.command import shown
 from eval.measure import EvalSettings, PromptRun, run_prompts, use_threads
@@ -89,7 +89,7 @@ def check(cfg) -> Outcome:
             rows.append(row)
             write_json(file, {"rows": [record(row) for row in rows], "bar_percent": BAR})
             (out / "serve_check.md").write_text(markdown_table(HEADER, map(cells, rows)) + "\n")
-    Console(stderr=cfg.json, width=160).print(table(rows))
+    TextConsole(stderr=cfg.json, width=160).print(table(rows))
     if failed := [row for row in rows if not row.passes]:
         raise UserError(f"{len(failed)} of {len(rows)} rows do not pass, {reason(failed[0])}; all of it is in {file}")
     return Outcome(file, {"rows": [record(row) for row in rows], "serve_check_json": str(file)})

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from conf.cli import Outcome
 from conf.errors import UserError
+from conf.terminal import TextConsole
 from data.files import write_json
 from eval.command import Candidate, fresh_folder, load_candidate, settings_of
 from eval.counts import ratio
@@ -106,7 +107,7 @@ def serve(cfg) -> Outcome:
     folder = Path(cfg.out) if cfg.out else fresh_folder(run if cfg.run else Path("outputs") / "draft")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "serve.json", record)
-    Console(stderr=cfg.json).print(tables(record))
+    TextConsole(stderr=cfg.json).print(tables(record))
     return Outcome(folder / "serve.json", record)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from conf.parse import json_file
 from models import heads
 from models.heads.config import HeadConfig
 from models.vocab import DraftVocab
@@ -145,14 +146,11 @@ def read_head(source: Path | str) -> StoredHead:
 
 
 def read_config(path: Path) -> dict:
-    """The JSON object in `path`; UserError when it is none."""
+    """The JSON object in `path`; UserError when it is none, or can't be read."""
     try:
-        values = json.loads(path.read_text())
-    except ValueError as error:  # of JSON or of UTF-8
-        raise UserError(f"{path} is damaged ({error}); write it again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"expected a JSON object in {path}, found {type(values).__name__}; write it again")
-    return values
+        return json_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

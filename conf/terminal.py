@@ -1,0 +1,29 @@
+"""What is shown on a terminal is text: what a model or a file says is never taken for markup or control codes."""
+
+from __future__ import annotations
+
+import logging
+
+from rich.console import Console
+from rich.text import Text
+
+from conf.errors import printable
+
+KEPT = "\n\t"
+
+
+class TextConsole(Console):
+    """A rich console for words of others: brackets and :names: are shown as they are, control codes as escapes."""
+
+    def __init__(self, **options):
+        super().__init__(**({"markup": False, "emoji": False, "highlight": False} | options))
+
+    def render_str(self, text: str, **options) -> Text:
+        return super().render_str(printable(text, KEPT), **options)
+
+
+class LineFormatter(logging.Formatter):
+    """The bare message, harmless."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), KEPT)
