@@ -12,6 +12,7 @@ from conf.cli import with_budget
 from conf.errors import UserError
 from conf.explain import groups
 from conf.schema import TrainConf
+from data.files import replacing
 
 CONFIG = "config.yaml"
 # What may differ from the run that is continued: how long, where, and what is looked at. Never what is learnt from.
@@ -53,4 +54,5 @@ def write_config(cfg: TrainConf, folder: Path) -> None:
     values = OmegaConf.structured(cfg)
     for once in ("resume", "json", "plan"):  # of the command, not of the run
         values[once] = next(f.default for f in fields(TrainConf) if f.name == once)
-    OmegaConf.save(values, folder / CONFIG)
+    with replacing(folder / CONFIG) as temporary:
+        OmegaConf.save(values, temporary)
