@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from data.documents import Drop
 from data.generate import MIN_CUT, Generation, Request
-from data.sources import Dialogue
+from data.rows import Dialogue
 from data.tokens import next_turn_ids, prompt_ids
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from data.inspect import show
 from data.log import RoundLog
 from data.prepare import Prepared, dialogues_folder, prepare, write_dialogues
 from data.server_states import ServerStates
-from data.sources import read_dialogues, resolve
+from data.sources import read_dialogues, sources_of
 from data.store import StateStore
 from data.tokens import draft_vocab, tokenize
 from models.heads import captured_layers
@@ -128,9 +128,9 @@ def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
 
 def inspect_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     """Some documents in colour. A file is shown with the answers that it has; nothing is generated."""
-    files = resolve(cfg.data.path or _synthetic(cfg, verifier) / "dialogues.jsonl")
+    sources = sources_of(cfg.data.path or _synthetic(cfg, verifier) / "dialogues.jsonl")
     counts: Counter[str] = Counter()
-    found = tokenize(read_dialogues(files, counts), verifier, cfg.data.max_length, counts)
+    found = tokenize(read_dialogues(sources, counts), verifier, cfg.data.max_length, counts)
     documents: list[Document] = list(itertools.islice(found, cfg.limit or 3))
     if cfg.data.supervised == "dialogue":
         documents = [with_prompt(document) for document in documents]
@@ -142,7 +142,7 @@ def inspect_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
         "labels": sum(document.labels for document in documents),
         "dropped on the way": describe(+counts) or "nothing",
     }
-    return Outcome(files[0], values)
+    return Outcome(sources[0].files[0], values)
 
 
 def _synthetic(cfg: DataCommandConf, verifier: Verifier) -> Path:

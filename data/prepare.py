@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,8 @@ from data.log import RoundLog
 from data.memory import KeptStates
 from data.progress import progress_bar
 from data.regenerate import regenerate
-from data.sources import Dialogue, files_hash, parse_row, read_dialogues, resolve
+from data.rows import Dialogue, to_dialogue
+from data.sources import read_dialogues, sources_hash, sources_of
 from data.synthesize import synthesize
 from data.tokens import tokenize
 
@@ -69,9 +69,9 @@ def prepare(cfg: DataConf, verifier: Verifier, keep_states: bool = False) -> Pre
     if writes:
         rows = write_dialogues(cfg, verifier, folder, kept)
         dropped.update(rows.counts)
-        dialogues: Iterable[Dialogue] = (parse_row(json.dumps(row), row["id"]) for row in rows.rows)
+        dialogues: Iterable[Dialogue] = (to_dialogue(row, row["id"]) for row in rows.rows)
     else:
-        dialogues = read_dialogues(resolve(cfg.path), dropped)
+        dialogues = read_dialogues(sources_of(cfg.path), dropped)
     documents = list(_limited(tokenize(dialogues, verifier, cfg.max_length, dropped), cfg))
     if len(documents) < 2:
         raise UserError(
@@ -107,7 +107,7 @@ def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
         "format": FORMAT,
         "verifier": verifier.weights_hash,
         "tokenizer": verifier.tokenizer_hash,
-        "files": None if cfg.path is None else files_hash(resolve(cfg.path)),
+        "files": None if cfg.path is None else sources_hash(sources_of(cfg.path)),
         "limits": asdict(_limits(cfg)),
         "max_length": cfg.max_length,
     }
@@ -116,7 +116,7 @@ def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
         settings |= {"sampling": asdict(_sampling(cfg)), "dtype": str(verifier.dtype)}
     folder = cache_dir("dialogues", key_of(settings)[:16])
     if not (folder / "settings.json").exists():
-        path = None if cfg.path is None else [str(file) for file in resolve(cfg.path)]
+        path = None if cfg.path is None else [source.given for source in sources_of(cfg.path)]
         write_json(folder / "settings.json", {"name": verifier.name, "path": path} | settings)
     return folder
 
@@ -139,7 +139,7 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path, kept: KeptS
         if cfg.path is None:
             rows = synthesize(verifier, path, _sampling(cfg), _limits(cfg), kept)
         else:
-            rows = regenerate(verifier, read_dialogues(resolve(cfg.path), bad), path, _sampling(cfg), _limits(cfg))
+            rows = regenerate(verifier, read_dialogues(sources_of(cfg.path), bad), path, _sampling(cfg), _limits(cfg))
         if not rows.rows:
             found = describe(rows.counts + bad) or "nothing was dropped"
             raise UserError(f"expected dialogues from {verifier.name}, none was finished ({found}); raise data.minutes")

@@ -13,7 +13,7 @@ from data.documents import Drop
 from data.generate import generate
 from data.log import RoundLog
 from data.progress import Meter
-from data.sources import Dialogue
+from data.rows import Dialogue
 
 if TYPE_CHECKING:
     from models.verifier import Verifier

@@ -27,7 +27,7 @@ from data.documents import Drop, describe, ids_hash
 from data.generate import MIN_CUT, Generation, Request, generate
 from data.log import RoundLog
 from data.progress import Meter
-from data.sources import Dialogue
+from data.rows import Dialogue
 from data.tokens import prompt_ids, same_text
 from models.chat import user_closing_ids, user_end_ids, user_header_ids
 

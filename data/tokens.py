@@ -15,7 +15,7 @@ import torch
 
 from conf.errors import UserError
 from data.documents import Document, Drop, clip, describe
-from data.sources import Dialogue
+from data.rows import Dialogue
 from models.chat import render
 from models.vocab import DraftVocab, draft_vocab_size
 

@@ -7,7 +7,7 @@ import pytest
 from data.clock import Limits
 from data.log import RoundLog
 from data.regenerate import regenerate
-from data.sources import Dialogue
+from data.rows import Dialogue
 from tiny_writer import SMALL, content, plain_argmax, tiny_writer, turns
 
 

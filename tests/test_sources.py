@@ -8,11 +8,12 @@ import pytest
 
 from conf.errors import UserError
 from data.documents import Document, Drop, clip, split
-from data.sources import files_hash, parse_row, read_dialogues, read_questions, resolve
+from data.rows import parse_row
+from data.sources import read_dialogues, read_questions, resolve, sources_hash, sources_of
 
 
 def dialogues(path, counts=None):
-    return list(read_dialogues([path], Counter() if counts is None else counts))
+    return list(read_dialogues(sources_of(path), Counter() if counts is None else counts))
 
 
 def write(path, *rows):
@@ -138,9 +139,9 @@ def test_resolve_file_list_folder_glob(tmp_path):
 
 def test_files_hash_is_of_the_bytes(tmp_path):
     a, b = write(tmp_path / "a.jsonl", {"prompt": "a"}), write(tmp_path / "b.jsonl", {"prompt": "a"})
-    assert files_hash([a]) == files_hash([b])
+    assert sources_hash(sources_of(a)) == sources_hash(sources_of(b))
     write(b, {"prompt": "b"})
-    assert files_hash([a]) != files_hash([b])
+    assert sources_hash(sources_of(a)) != sources_hash(sources_of(b))
 
 
 def test_split_is_disjoint_and_complete():

@@ -20,7 +20,7 @@ from data.generate import Generation
 from data.log import CLOSES, RoundLog
 from data.memory import SHARE, KeptStates
 from data.prepare import prepare
-from data.sources import parse_row
+from data.rows import parse_row
 from data.store import StateStore
 from data.synthesize import _Writer, synthesize
 from data.tokens import prompt_ids, same_text, to_document, tokenize

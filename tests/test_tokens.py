@@ -7,7 +7,7 @@ import pytest
 from conf.errors import UserError
 from data.documents import Document, Drop
 from data.inspect import END, FIRST, LABEL, PROMPT, styles
-from data.sources import Dialogue
+from data.rows import Dialogue
 from data.tokens import draft_vocab, label_counts, next_turn_ids, prompt_ids, to_document, tokenize
 from models.chat import render
 from tiny import CHATML, tiny_tokenizer, tiny_verifier

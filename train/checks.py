@@ -9,7 +9,7 @@ from conf.errors import UserError
 from conf.schema import HeadConf, TrainConf
 from data.prepare import needs_verifier
 from data.quantize import STORE_DTYPES
-from data.sources import resolve
+from data.sources import sources_of
 from eval.command import settings_of
 from eval.prompts import read_suite, spaced
 from models import heads
@@ -59,7 +59,7 @@ def check(cfg: TrainConf) -> None:
     check_end(cfg)
     needs_verifier(cfg.data)
     if cfg.data.path is not None:
-        resolve(cfg.data.path)
+        sources_of(cfg.data.path)
     settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
     for suite in suites(cfg):
         spaced(read_suite(suite), cfg.evaluation.limit)
