@@ -325,12 +325,33 @@ class GpuCheckCommandConf(RunConf):
 
 @dataclass
 class TheoryCommandConf(RunConf):
-    """python -m eval.theory"""
+    """python -m eval.theory: one of the first three"""
 
-    alpha: float | None = None
-    profile: list[float] | None = None
-    c: float = 0.05
-    max_n: int = 64
+    alpha: float | None = None  # acceptance, the same at every depth
+    profile: list[float] | None = None  # n-alpha: acceptance by depth
+    run: str | None = None  # a folder with an alpha.json, or such a file: its n-alpha and its times
+    c: float | None = None  # draft step / verify call; null: the run's times, or 0.05
+    widths: Any = None  # cost of a verify call by its rows, {1:1,16:1.3}; null: all the same
+    max_n: int = 64  # how deep an alpha is followed
+    batches: list[int] | None = None  # sequences at once; null: 1 to 64 where the cost of wide calls is known
+    shape: list[int] | None = None  # a tree, children a level: [2,2,2]
+    hits: list[float] | None = None  # of it: P(a node of this level is accepted | one of the level above was)
+    out: str | None = None  # folder for theory.json and theory.png; null: nothing is written
+
+
+@dataclass
+class SimulateCommandConf(RunConf):
+    """python -m eval.simulate"""
+
+    name: str | None = None  # chi_square | n_sweep | tree | rollback | draft_quality | all
+    rounds: int | None = None  # verify calls of a simulation; null: its own number
+    seeds: int = 100  # chi_square: how often it is asked
+    alpha: float = 0.9  # n_sweep
+    c: float = 0.04  # n_sweep: draft step / verify call
+    max_n: int = 40  # n_sweep
+    shape: list[int] = field(default_factory=lambda: [2, 2, 2])  # tree: children a level
+    depth: int = 4  # rollback: drafts a round
+    out: str | None = None  # null: outputs/simulate-TIME
 
 
 @dataclass
@@ -357,6 +378,7 @@ COMMANDS = {
     "bench": BenchCommandConf,
     "gpu_check": GpuCheckCommandConf,
     "theory": TheoryCommandConf,
+    "simulate": SimulateCommandConf,
     "export": ExportCommandConf,
 }
 for _name, _schema in COMMANDS.items():

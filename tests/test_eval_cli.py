@@ -10,7 +10,7 @@ import torch
 
 from eval.command import evaluate_run, load_verifier
 from eval.compare import compare
-from eval.theory import run as theory
+from eval.theory.command import run as theory
 from models.export.native import StoredHead, read_head, save_head
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.verifier import Verifier
