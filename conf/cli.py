@@ -3,9 +3,9 @@
     @main("eval")
     def run(cfg: EvalCommandConf) -> Outcome: ...
 
-Exit codes: 0 done, 2 a mistake the user can mend (one line on standard error), 130 interrupted; anything else
-is a bug and keeps its traceback. Logs and progress go to standard error. The last line of standard output
-names the file written, or with json=true is one JSON object.
+Exit codes: 0 done, 2 a mistake the user can mend or a disk that refuses (one line on standard error), 130 interrupted,
+143 terminated (SIGTERM); anything else is a bug and keeps its traceback. Logs and progress go to standard error. The
+last line of standard output names the file written, or with json=true is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import UserError
+from conf.disk import advice, disk_error
+from conf.errors import Terminated, UserError, printable
 from conf.explain import explain, groups, mistake, usage
 from conf.schema import COMMANDS
 from conf.terminal import LineFormatter
@@ -112,22 +115,35 @@ def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], li
 
 
 class reported:  # noqa: N801 - reads as a statement
-    """Context: a mistake or Ctrl-C inside ends the process with one line; a bug passes through."""
+    """Context: a mistake, a disk that refuses, Ctrl-C or SIGTERM inside ends the process with one line; a bug passes
+    through."""
 
     def __enter__(self) -> None:
-        pass
+        self.before = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminate)
 
     def __exit__(self, kind, error, trace) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.before)
         if isinstance(error, KeyboardInterrupt):
             hint = str(error) or "run the same command again to continue from what is in the cache"
-            print(f"interrupted; {hint}", file=sys.stderr)
-            raise SystemExit(130) from None
+            word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
+            print(f"{word}; {hint}", file=sys.stderr)
+            raise SystemExit(code) from None
+        if error is not None and (refusal := disk_error(error)) is not None and refusal.filename:
+            print(f"error: {printable(advice(refusal))}", file=sys.stderr)
+            raise SystemExit(2) from None
         if isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
         if isinstance(error, (HydraException, OmegaConfBaseException)):
             print(f"error: {explain(error)}", file=sys.stderr)
             raise SystemExit(2) from None
+
+
+def _terminate(number, frame) -> None:
+    raise Terminated
 
 
 def quiet_logs() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from conf.disk import sync, writing
 from conf.parse import json_of
 
 log = logging.getLogger(__name__)
@@ -36,12 +37,17 @@ def file_hash(path: Path) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, nobody else's, that takes the place of `path` when the block is through.
 
-    Processes of other machines and containers may write there too, and have the same number.
+    It is on the disk itself by then, so that not even a loss of power leaves a part of it under its name.
+    Processes of other machines and containers may write there too, and have the same number. OSError naming `path`
+    when the disk is full or refuses.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        yield temporary
-        os.replace(temporary, path)
+        with writing(path):
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

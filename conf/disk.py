@@ -1,0 +1,75 @@
+"""What a disk refuses: full, read-only, forbidden. One line that names the place, whoever was writing there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """The refusal behind an error, None when it is another. torch and safetensors hide it: torch's zip writer raises a
+    RuntimeError while the OSError is on its way, safetensors has the number in its words."""
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__
+    elif not isinstance(error, OSError) and (number := re.search(r"\(os error (\d+)\)", str(error))):
+        error = OSError(int(number[1]), os.strerror(int(number[1])))
+    return error if isinstance(error, OSError) and error.errno in REFUSED else None
+
+
+@contextmanager
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """What the disk refuses inside is an OSError that names `path`. needed: about how many bytes it takes."""
+    try:
+        yield
+    except Exception as error:
+        if (found := disk_error(error)) is None:
+            raise
+        if found.filename and Path(found.filename).parent != path.parent:
+            raise  # of another file, which it names
+        named = OSError(found.errno, os.strerror(found.errno), str(path))
+        if needed is not None and found.errno in FULL:
+            named.add_note(f"about {size(needed)} are needed")
+        raise named from error
+
+
+def advice(error: OSError) -> str:
+    """One line: what could not be done where, and what to do."""
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if error.errno not in FULL:
+        return f"no permission for {error.filename} ({error.strerror}): choose a folder that can be written{notes}"
+    free = f", {size(room)} are free there" if (room := _room(error.filename)) is not None else ""
+    return f"the disk is full at {error.filename} ({error.strerror}{free}): make room, then go on{notes}"
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk itself, where a loss of power does not reach it."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def size(count: float) -> str:
+    """`3.2 MB` of bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _room(path: str | None) -> int | None:
+    """Free bytes where `path` was to lie; None when nothing is known."""
+    for place in (Path(path), *Path(path).parents) if path else ():
+        if place.exists():
+            return shutil.disk_usage(place).free
+    return None
