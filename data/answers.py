@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.documents import Drop
 from data.generate import MIN_CUT, Generation, Request
+from data.log import RoundLog
+from data.memory import slots_that_fit
 from data.rows import Dialogue
 from data.tokens import next_turn_ids, prompt_ids
 
 if TYPE_CHECKING:
     from models.verifier import Verifier
+
+
+ROUND = 2  # dialogues of a round, in batches: half of a round keeps the batch full, and a kill loses about a minute
+RETOKENISED = "answer tokenised again: its server gives text, not ids"
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,13 @@ class Sampling:
     openings: tuple[str, ...] = ()
     batch_size: int = 64
     seed: int = 0
+
+
+def open_log(path: Path, verifier: Verifier, sampling: Sampling) -> RoundLog:
+    """The log at `path`, with the cache slots that the first run found room for: a later one has as many rows."""
+    log = RoundLog(path)
+    log.slots = log.slots or max(1, min(sampling.batch_size * sampling.max_length, slots_that_fit(verifier)))
+    return log
 
 
 @dataclass
@@ -67,11 +81,13 @@ def grow(verifier: Verifier, item: Growing, generation: Generation | None, sampl
     """Add an answer, and the next user turn when there is one and room for it."""
     item.open = False
     if generation is None:
-        counts["answer not begun at the deadline"] += 1
+        counts["answer not there at the deadline"] += 1
         if item.spans:  # the question that was to be answered goes
             item.ids = item.ids[: item.spans[-1][1]]
             item.messages.pop()
         return
+    if not generation.exact:
+        counts[RETOKENISED] += 1
     start, item.finish_reason = len(item.ids), generation.finish_reason
     item.ids = item.ids + generation.output_ids
     item.spans.append((start, len(item.ids)))

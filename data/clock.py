@@ -35,7 +35,7 @@ class Clock:
         self.deadline = None if limits.seconds is None else self.began + limits.seconds - log.seconds
         self.rows: list[dict] = []
         self.counts: Counter[str] = Counter()
-        self.documents, self.tokens = len(log.rows), sum(answer_tokens(row) for row in log.rows)
+        self.documents, self.tokens = len(log), sum(answer_tokens(row) for row in log)
         self.documents_before, self.tokens_before = self.documents, self.tokens
 
     def late(self) -> bool:
@@ -55,24 +55,29 @@ class Clock:
         self.tokens += answer_tokens(row)
 
     def due(self) -> bool:
-        """Whether it is time to write to the log."""
+        """Whether it is time to write to the log; without a clock that is at the end of a round."""
+        if self.limits.seconds is None:
+            return False
         return len(self.rows) >= GROUP_ROWS or time.monotonic() - self.began >= GROUP_SECONDS or self.full()
 
     def close(self, used: int) -> None:
-        """Write what there is to the log, with its seconds. used: the number of the first thing not dealt with.
+        """Write what there is to the log. used: the number of the first thing not dealt with.
 
-        Counts without a row wait for the next one.
+        Counts without a row wait for the next one. Seconds are written where a clock runs: without one, two runs of
+        the same settings leave the same bytes.
         """
         if not self.rows:
             return
         before, self.began = self.began, time.monotonic()
-        self.log.append(self.rows, used, self.counts, self.began - before)
+        seconds = None if self.limits.seconds is None else self.began - before
+        self.log.append(self.rows, used, self.counts, seconds)
         self.rows, self.counts = [], Counter()
 
     def finish(self, used: int) -> RoundLog:
         """Close for the last time; the counts that no row could carry are in the log's for this process alone."""
         self.close(used)
         self.log.counts.update(self.counts)
+        self.log.seconds = self.log.seconds or time.monotonic() - self.start
         if self.tokens > self.tokens_before:
             rate = (self.tokens - self.tokens_before) / max(time.monotonic() - self.start, 1e-9)
             share = self.share_done()

@@ -54,12 +54,17 @@ class Generation:
     """finish_reason: "stop" (the last id is the end-of-turn token), "length", or "cut" (the deadline came).
 
     states: with capture, the verifier's at everything before and in `output_ids`.
+    exact: False where the ids are of text that was tokenised again.
     """
 
     id: str
     output_ids: list[int]
     finish_reason: str
     states: DocumentStates | None = None
+    exact: bool = True
+
+
+Writes = Callable[..., Iterator[Generation]]  # who writes: `generate`, or what takes and gives the same
 
 
 @dataclass
@@ -95,6 +100,7 @@ def generate(
     deadline: float | None = None,
     stop_ids: Iterable[int] | None = None,
     capacity: int | None = None,
+    slots: int | None = None,
     capture: bool = False,
     meter: Meter | None = None,
 ) -> Iterator[Generation]:
@@ -104,7 +110,8 @@ def generate(
     (seed, request id), so neither batch size nor neighbours change it. deadline: `time.monotonic()` at which to stop;
     rows that have at least MIN_CUT tokens then are given as "cut"; the others, those with a `then` and what was not
     begun are left out.
-    batch_size: rows at a time at most; fewer where the longest request leaves no memory for more.
+    batch_size: rows at a time at most; fewer where the longest request leaves no memory for more: `slots` (None: what
+    is free now) over its length. In bfloat16 a text may depend on how many rows there are.
     stop_ids: default the verifier's end-of-turn ids. Raises UserError for an empty prompt.
 
     capacity: slots for the longest request with its new tokens. With it requests are taken from the iterator only
@@ -122,7 +129,7 @@ def generate(
         assert not any(row.request.then for row in known), "rows that go on need a capacity"
         capacity, source = max(len(row.request.input_ids) + row.limit for row in known), iter(known)
         batch_size, meter = min(batch_size, len(known)), meter or Meter("generating", len(known))
-    rows = rows_that_fit(verifier, batch_size, capacity)
+    rows = rows_that_fit(verifier, batch_size, capacity, slots)
     if rows < batch_size:
         log.info(f"generating {rows} rows at a time, for up to {capacity:,} tokens each in the free memory")
     cache = verifier.new_cache(rows, capacity)

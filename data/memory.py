@@ -32,10 +32,18 @@ def slot_bytes(verifier: Verifier) -> int:
     return 2 * verifier.num_layers * shape["num_key_value_heads"] * shape["head_dim"] * verifier.dtype.itemsize
 
 
-def rows_that_fit(verifier: Verifier, rows: int, capacity: int) -> int:
-    """`rows`, or as many sequences of `capacity` slots as `SHARE` of the free memory holds; at least one."""
-    budget = int(SHARE * free_bytes(verifier.device))
-    return max(1, min(rows, budget // (slot_bytes(verifier) * capacity)))
+def slots_that_fit(verifier: Verifier) -> int:
+    """How many cache slots `SHARE` of the free memory holds."""
+    return int(SHARE * free_bytes(verifier.device)) // slot_bytes(verifier)
+
+
+def rows_that_fit(verifier: Verifier, rows: int, capacity: int, slots: int | None = None) -> int:
+    """`rows`, or as many sequences of `capacity` as the slots are enough for; at least one.
+
+    slots: None takes `slots_that_fit`, which is another number every time.
+    """
+    slots = slots_that_fit(verifier) if slots is None else slots
+    return max(1, min(rows, slots // capacity))
 
 
 class KeptStates(dict[str, "DocumentStates"]):

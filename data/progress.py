@@ -32,7 +32,8 @@ def progress_bar() -> Progress:
 
 
 class Meter:
-    """How a generation goes: a bar on a terminal, elsewhere a log line every LOG_EVERY seconds. A context manager.
+    """How a generation goes: a bar on a terminal, elsewhere a log line every LOG_EVERY seconds. A context manager,
+    which may be entered again for the next part.
 
     total: finished requests to come, or what `more` counts to.
     more:  gives (completed, text) in place of the number of finished requests.
@@ -41,12 +42,12 @@ class Meter:
     def __init__(self, label: str, total: int | None = None, more: Callable[[], tuple[float, str]] | None = None):
         self.label, self.total, self.more = label, total, more
         self.tokens, self.finished = 0, 0
+        self.began = self.logged = time.monotonic()
 
     def __enter__(self) -> Meter:
         self.bar = progress_bar()
         self.bar.start()
         self.task = self.bar.add_task(self.label, total=self.total, rate="")
-        self.began = self.logged = time.monotonic()
         return self
 
     def __exit__(self, *_) -> None:

@@ -7,10 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.answers import Sampling, begin, grow, request_of, to_row
+from data.answers import ROUND, Sampling, begin, grow, open_log, request_of, to_row
 from data.clock import Clock, Limits
 from data.documents import Drop
-from data.generate import generate
+from data.generate import Writes, generate
 from data.log import RoundLog
 from data.progress import Meter
 from data.rows import Dialogue
@@ -18,19 +18,23 @@ from data.rows import Dialogue
 if TYPE_CHECKING:
     from models.verifier import Verifier
 
-ROUND = 2  # dialogues of a round, in batches: half of a round keeps the batch full, and a kill loses about a minute
-
 
 def regenerate(
-    verifier: Verifier, dialogues: Iterable[Dialogue], path: Path, sampling: Sampling, limits: Limits
+    verifier: Verifier,
+    dialogues: Iterable[Dialogue],
+    path: Path,
+    sampling: Sampling,
+    limits: Limits,
+    write: Writes = generate,
 ) -> RoundLog:
     """Answer the user turns of `dialogues` with the verifier, in order, and write them to `path`.
 
     Every assistant turn is generated, one after another, each seeing the verifier's earlier answers as they were
     generated; an answer cut by a limit ends its dialogue. Answers in the file are dropped. A kill loses one round at
-    most, and a rerun continues with what an uninterrupted run would have written.
+    most, and a rerun continues with what an uninterrupted run would have written, to the bit in any dtype: the rounds
+    are the same, and so is what shares a batch. write: who writes, by the protocol of `generate`.
     """
-    log = RoundLog(path)
+    log = open_log(path, verifier, sampling)
     clock, used = Clock(log, limits), log.used
     source = islice(dialogues, used, None)
     while not clock.met():
@@ -42,14 +46,16 @@ def regenerate(
         if not named:
             break
         used += len(named)
-        for row in _answer(verifier, named, sampling, clock):
+        for row in _answer(verifier, named, sampling, clock, write):
             if not clock.full():
                 clock.add(row)
         clock.close(used)
     return clock.finish(used)
 
 
-def _answer(verifier: Verifier, named: dict[str, Dialogue], sampling: Sampling, clock: Clock) -> list[dict]:
+def _answer(
+    verifier: Verifier, named: dict[str, Dialogue], sampling: Sampling, clock: Clock, write: Writes
+) -> list[dict]:
     """One row per dialogue with at least one answer, in the dialogues' order."""
     growing = []
     for name, dialogue in named.items():
@@ -60,13 +66,14 @@ def _answer(verifier: Verifier, named: dict[str, Dialogue], sampling: Sampling, 
     active, turn = growing, 0
     while active:
         requests = [request_of(item, sampling) for item in active]
-        written = generate(
+        written = write(
             verifier,
             requests,
             max_new_tokens=sampling.max_new_tokens,
             batch_size=sampling.batch_size,
             seed=sampling.seed,
             deadline=clock.deadline,
+            slots=clock.log.slots,
             meter=Meter("answers" if not turn else f"answers, turn {turn + 1}", len(requests)),
         )
         outputs = {generation.id: generation for generation in written}

@@ -1,5 +1,8 @@
 """Dialogues in the verifier's own words: it writes prompts and answers, both in one continuous batch.
 
+With a clock the batch runs on until time is up. Without one it works in rounds of so many prompts, each a batch of its
+own: a killed run goes on with the same rounds, so with the same bits in any dtype.
+
 Prompt writing is the Magpie idea (2406.08464): after the template's user header, an aligned model continues with a
 user's prompt, or with the rest of one that begins with a given opening. Where that is usable, the same row goes on with
 its answer, so no token is computed twice.
@@ -21,10 +24,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from conf.errors import UserError
-from data.answers import Growing, Sampling, begin, grow, request_of, to_row
+from data.answers import ROUND, Growing, Sampling, begin, grow, open_log, request_of, to_row
 from data.clock import Clock, Limits, answer_tokens
 from data.documents import Drop, describe, ids_hash
-from data.generate import MIN_CUT, Generation, Request, generate
+from data.generate import MIN_CUT, Generation, Request, Writes, generate
 from data.log import RoundLog
 from data.progress import Meter
 from data.rows import Dialogue
@@ -43,37 +46,46 @@ LATE = 0.4  # of that time: a dialogue is begun while its prompt and the start o
 
 
 def synthesize(
-    verifier: Verifier, path: Path, sampling: Sampling, limits: Limits, kept: KeptStates | None = None
+    verifier: Verifier,
+    path: Path,
+    sampling: Sampling,
+    limits: Limits,
+    kept: KeptStates | None = None,
+    write: Writes = generate,
 ) -> RoundLog:
     """Write dialogues to `path` until a limit is met; returns the log with rows and counts.
 
-    kept: takes the states that the verifier computed for them.
+    kept: takes the states that the verifier computed for them. write: who writes, by the protocol of `generate`.
     Raises UserError without any limit, or when the verifier writes no usable prompts.
     """
     if limits == Limits():
         raise UserError("expected a bound for synthesis, found none: set data.max_documents, max_tokens or minutes")
-    log = RoundLog(path)
+    log = open_log(path, verifier, sampling)
     clock = Clock(log, limits)
     writer = _Writer(verifier, sampling, clock, kept)
-    if clock.met():
-        return clock.finish(writer.next)
-    written = generate(
-        verifier,
-        writer.requests(),
-        max_new_tokens=max(PROMPT_TOKENS, sampling.max_new_tokens),
-        batch_size=sampling.batch_size,
-        seed=sampling.seed,
-        deadline=clock.deadline,
-        capacity=writer.capacity,
-        capture=kept is not None,
-        meter=Meter("dialogues, % of the limit", 100, writer.progress),
-    )
-    with closing(written):
-        for generation in written:
-            writer.take(generation)
-            if clock.full():
-                break
-    writer.give_up()
+    meter = Meter("dialogues, % of the limit", 100, writer.progress)
+    while not clock.met():
+        written = write(
+            verifier,
+            writer.requests(writer.round_size() if clock.deadline is None else None),
+            max_new_tokens=max(PROMPT_TOKENS, sampling.max_new_tokens),
+            batch_size=sampling.batch_size,
+            seed=sampling.seed,
+            deadline=clock.deadline,
+            capacity=writer.capacity,
+            slots=log.slots,
+            capture=kept is not None,
+            meter=meter,
+        )
+        with closing(written):
+            for generation in written:
+                writer.take(generation)
+                if clock.full():
+                    break
+        writer.give_up()
+        clock.close(writer.next)
+        if clock.deadline is not None:
+            break
     return clock.finish(writer.next)
 
 
@@ -101,7 +113,7 @@ class _Writer:
         answered = min(bare + PROMPT_TOKENS + sampling.max_new_tokens, sampling.max_length)
         self.capacity = max(answered, *(len(header) + PROMPT_TOKENS for header in self.headers))
         self.number = self.next = clock.log.used
-        self.first = {_text(row): -1 for row in clock.log.rows}  # text of a prompt -> lowest number
+        self.first = {_text(row): -1 for row in clock.log}  # text of a prompt -> lowest number
         self.prompts: dict[str, int] = {}
         self.answers: dict[str, tuple[int, Growing]] = {}
         self.begun: dict[int, float] = {}
@@ -111,9 +123,15 @@ class _Writer:
         self.answered, self.tokens = 0, 0  # answers and their tokens in this run
         self.barren: Counter[str] = Counter()  # what was wrong with the last prompts in a row
 
-    def requests(self) -> Iterator[Request | None]:
-        """What to write next, without end; None: nothing until something else is finished."""
-        while True:
+    def round_size(self) -> int:
+        """Prompts of a round: it depends on nothing but what is in the log."""
+        size, limit = ROUND * self.sampling.batch_size, self.clock.limits.max_documents
+        return size if limit is None else min(size, limit - self.clock.documents)
+
+    def requests(self, count: int | None = None) -> Iterator[Request | None]:
+        """What to write next, `count` prompts or without end; None: nothing until something else is finished."""
+        end = None if count is None else self.number + count
+        while end is None or self.number < end:
             if not self._more():
                 yield None
                 continue
@@ -136,7 +154,7 @@ class _Writer:
         """A finished answer."""
         number, item = self.answers.pop(generation.id)
         self.seconds.append(time.monotonic() - self.begun[number])
-        grow(self.verifier, item, generation, self.sampling, Counter())
+        grow(self.verifier, item, generation, self.sampling, self.clock.counts)
         row = to_row(item) | self.prompt.pop(number)
         self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
         if self.kept is not None:
@@ -157,7 +175,7 @@ class _Writer:
         """The deadline came, or a limit is met: what is still on its way comes to nothing."""
         self.done |= dict.fromkeys(self.prompts.values(), "prompt unfinished at the deadline")
         unfinished = (number for number, _ in self.answers.values())
-        self.done |= dict.fromkeys(unfinished, "answer not begun at the deadline")
+        self.done |= dict.fromkeys(unfinished, "answer not there at the deadline")
         self._settle()
 
     def progress(self) -> tuple[float, str]:
@@ -177,11 +195,11 @@ class _Writer:
             return False
         rows = [row for row in self.done.values() if isinstance(row, dict)]
         coming = self.number - self.next - len(self.done)
-        if limits.max_documents is not None and clock.documents + len(rows) + coming >= limits.max_documents:
+        documents, tokens = clock.documents + len(rows), clock.tokens + sum(map(answer_tokens, rows))
+        if limits.max_documents is not None and documents + coming >= limits.max_documents:
             return False
-        usual = self.tokens / self.answered if self.answered else self.sampling.max_new_tokens
-        tokens = clock.tokens + sum(map(answer_tokens, rows)) + coming * usual
-        return limits.max_tokens is None or tokens < limits.max_tokens
+        usual = tokens / documents if documents else self.sampling.max_new_tokens
+        return limits.max_tokens is None or tokens + coming * usual < limits.max_tokens
 
     def _ask(self, number: int, generation: Generation) -> Request:
         """The request for the answer to a finished prompt, less what its row has read already; raises Drop."""
