@@ -6,7 +6,7 @@ Generated ids are kept: text that is tokenised again can differ from what the ve
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from data.generate import MIN_CUT, Generation, Request
 from data.log import RoundLog
 from data.memory import slots_that_fit
 from data.rows import Dialogue
-from data.tokens import next_turn_ids, prompt_ids
+from data.tokens import next_prompt_ids, prompt_ids
 
 if TYPE_CHECKING:
     from models.verifier import Verifier
@@ -47,7 +47,10 @@ def open_log(path: Path, verifier: Verifier, sampling: Sampling) -> RoundLog:
 
 @dataclass
 class Growing:
-    """A dialogue on its way: ids and spans so far, and the user turns that the verifier has still to see."""
+    """A dialogue on its way: ids and spans so far, and the turns that the verifier has still to see.
+
+    earlier: ids and spans of the answers before these, when the template rewrote them for the next prompt.
+    """
 
     name: str
     dialogue: Dialogue
@@ -57,12 +60,18 @@ class Growing:
     waiting: list[dict[str, str]]
     finish_reason: str = ""
     open: bool = True  # an answer is to come
+    earlier: list[tuple[list[int], list[tuple[int, int]]]] = field(default_factory=list)
+
+    @property
+    def answers(self) -> int:
+        """Given so far."""
+        return sum(message["role"] == "assistant" for message in self.messages)
 
 
 def request_of(item: Growing, sampling: Sampling) -> Request:
     """For the answer to come. Its name, so its random stream, is that of the dialogue and the turn."""
     limit = min(sampling.max_new_tokens, sampling.max_length - len(item.ids))
-    return Request(f"{item.name}-answer-{len(item.spans)}", item.ids, limit, sampling.temperature)
+    return Request(f"{item.name}-answer-{item.answers}", item.ids, limit, sampling.temperature)
 
 
 def begin(verifier: Verifier, name: str, dialogue: Dialogue, sampling: Sampling) -> Growing:
@@ -71,10 +80,11 @@ def begin(verifier: Verifier, name: str, dialogue: Dialogue, sampling: Sampling)
     if not users:
         raise Drop("no user turn to answer")
     messages = [m for m in dialogue.messages[: users[0] + 1] if m["role"] != "assistant"]
-    ids = prompt_ids(verifier.tokenizer, messages)
+    ids = prompt_ids(verifier.tokenizer, messages, dialogue.tools)
     if len(ids) + MIN_CUT > sampling.max_length:
         raise Drop("prompt beyond max_length")
-    return Growing(name, dialogue, messages, ids, [], [dialogue.messages[index] for index in users[1:]])
+    waiting = [m for m in dialogue.messages[users[0] + 1 :] if m["role"] in ("user", "tool")]
+    return Growing(name, dialogue, messages, ids, [], waiting)
 
 
 def grow(verifier: Verifier, item: Growing, generation: Generation | None, sampling: Sampling, counts: Counter) -> None:
@@ -82,9 +92,10 @@ def grow(verifier: Verifier, item: Growing, generation: Generation | None, sampl
     item.open = False
     if generation is None:
         counts["answer not there at the deadline"] += 1
-        if item.spans:  # the question that was to be answered goes
-            item.ids = item.ids[: item.spans[-1][1]]
+        if item.answers:  # the question that was to be answered goes
             item.messages.pop()
+        if item.spans:
+            item.ids = item.ids[: item.spans[-1][1]]
         return
     if not generation.exact:
         counts[RETOKENISED] += 1
@@ -100,24 +111,38 @@ def grow(verifier: Verifier, item: Growing, generation: Generation | None, sampl
         if not stopped:
             raise Drop("dialogue ended early: an answer met its limit")
         question = item.waiting.pop(0)
-        ids = item.ids + next_turn_ids(verifier, [*item.messages, question])
+        if question["role"] == "tool":
+            raise Drop("dialogue ended early: the result of a tool that another answer called")
+        ids = next_prompt_ids(verifier, item.ids, [*item.messages, question], item.dialogue.tools)
         if len(ids) + MIN_CUT > sampling.max_length:
             raise Drop("dialogue ended early: max_length")
     except Drop as drop:
         counts[str(drop)] += 1
         return
+    if ids[: len(item.ids)] != item.ids:
+        item.earlier.append((item.ids, item.spans))
+        item.spans = []
     item.ids, item.open = ids, True
     item.messages.append(question)
 
 
-def to_row(item: Growing) -> dict:
-    """As it goes to the file."""
-    return {
-        "id": item.dialogue.id,
-        "source": item.dialogue.source,
-        "conversations": item.messages,
-        "input_ids": item.ids,
-        "answer_start": item.spans[0][0],
-        "spans": item.spans,
-        "finish_reason": item.finish_reason,
-    }
+def to_rows(item: Growing) -> list[dict]:
+    """As they go to the file: one with all answers, or several where the template rewrote what was before (see
+    `data.tokens.to_documents`); each has the messages up to its last answer."""
+    places = [index for index, message in enumerate(item.messages) if message["role"] == "assistant"]
+    rows, answers = [], 0
+    for ids, spans in [*item.earlier, (item.ids, item.spans)]:
+        if not spans:
+            continue
+        answers += len(spans)
+        row = {
+            "id": item.dialogue.id if not rows else f"{item.dialogue.id}#{len(rows) + 1}",
+            "source": item.dialogue.source,
+            "conversations": item.messages[: places[answers - 1] + 1],
+            "input_ids": ids,
+            "answer_start": spans[0][0],
+            "spans": spans,
+            "finish_reason": item.finish_reason if answers == len(places) else "stop",
+        }
+        rows.append(row | ({"tools": item.dialogue.tools} if item.dialogue.tools else {}))
+    return rows

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.answers import ROUND, Sampling, begin, grow, open_log, request_of, to_row
+from data.answers import ROUND, Sampling, begin, grow, open_log, request_of, to_rows
 from data.clock import Clock, Limits
 from data.documents import Drop
 from data.generate import Writes, generate
@@ -56,7 +56,7 @@ def regenerate(
 def _answer(
     verifier: Verifier, named: dict[str, Dialogue], sampling: Sampling, clock: Clock, write: Writes
 ) -> list[dict]:
-    """One row per dialogue with at least one answer, in the dialogues' order."""
+    """The rows of the dialogues with at least one answer, in the dialogues' order."""
     growing = []
     for name, dialogue in named.items():
         try:
@@ -80,4 +80,4 @@ def _answer(
         for item, request in zip(active, requests, strict=True):
             grow(verifier, item, outputs.get(request.id), sampling, clock.counts)
         active, turn = [item for item in active if item.open], turn + 1
-    return [to_row(item) for item in growing if item.spans]
+    return [row for item in growing for row in to_rows(item)]

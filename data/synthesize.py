@@ -24,7 +24,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from conf.errors import UserError
-from data.answers import ROUND, Growing, Sampling, begin, grow, open_log, request_of, to_row
+from data.answers import ROUND, Growing, Sampling, begin, grow, open_log, request_of, to_rows
 from data.clock import Clock, Limits, answer_tokens
 from data.documents import Drop, describe, ids_hash
 from data.generate import MIN_CUT, Generation, Request, Writes, generate
@@ -155,7 +155,8 @@ class _Writer:
         number, item = self.answers.pop(generation.id)
         self.seconds.append(time.monotonic() - self.begun[number])
         grow(self.verifier, item, generation, self.sampling, self.clock.counts)
-        row = to_row(item) | self.prompt.pop(number)
+        (row,) = to_rows(item)
+        row |= self.prompt.pop(number)
         self.answered, self.tokens = self.answered + 1, self.tokens + answer_tokens(row)
         if self.kept is not None:
             self.kept.add(ids_hash(item.ids), generation.states)

@@ -8,67 +8,58 @@ rendering, token for token, as they are when the verifier serves the dialogue.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from conf.errors import UserError
-from data.documents import Document, Drop, clip, describe
+from data.corpus import Corpus
+from data.documents import Document, Drop
+from data.prefixes import Prefixes
 from data.rows import Dialogue
-from models.chat import render
+from data.thinking import CLOSE, settled
+from data.turns import Turn, frame, rendered, turns_of, turns_of_text
+from models.chat import encode, thinking_switch
 from models.vocab import DraftVocab, draft_vocab_size
 
 if TYPE_CHECKING:
     from models.verifier import Verifier
 
 
-def tokenize(dialogues: Iterable[Dialogue], verifier: Verifier, max_length: int, counts: Counter) -> Iterator[Document]:
-    """Documents of the dialogues, at most `max_length` tokens each; unusable ones are counted by reason in `counts`.
+def to_documents(
+    dialogue: Dialogue, verifier: Verifier, thinking: str = "template", counts: Counter | None = None
+) -> list[Document]:
+    """One dialogue as Documents: one, or several where a later prompt does not begin with what came before it.
 
-    Raises UserError at the end when no dialogue was usable (another model's template, in most cases).
+    That is so where the template rewrites earlier turns (it takes their thinking out, say), and where the tokenizer
+    merges an answer with its prompt, which serving does of old answers alone. Each answer then is supervised after
+    the prompt that serving would send. The second one's id is the dialogue's with #2.
+
+    thinking: `data.thinking`, see data/thinking.py. counts: grows by what was done, by reason. Raises Drop.
     """
-    dropped, good = Counter(), 0
-    for dialogue in dialogues:
-        try:
-            whole = to_document(dialogue, verifier)
-            document = clip(whole, max_length)
-        except Drop as drop:
-            dropped[str(drop)] += 1
-            continue
-        good += 1
-        if document is not whole:
-            in_answer = len(document.spans) == 1 and document.spans[0][1] < whole.spans[0][1]
-            counts["first answer cut at max_length" if in_answer else "later turns beyond max_length left out"] += 1
-            counts["answer tokens beyond max_length"] += whole.answer_tokens - document.answer_tokens
-        yield document
-    counts.update(dropped)
-    if dropped and not good:
-        raise UserError(
-            f"expected dialogues for the chat template of {verifier.name}, could use none of {dropped.total()}: "
-            f"{describe(dropped)}; give conversations as text, or use the verifier that wrote them"
-        )
-
-
-def to_documents(dialogue: Dialogue, verifier: Verifier, thinking: str = "template") -> list[Document]:
-    """One dialogue as Documents: one, or one an answer where the template rewrites earlier turns. Raises Drop."""
-    return [to_document(dialogue, verifier)]
+    counts = Counter() if counts is None else counts
+    if dialogue.input_ids is not None:
+        parts = [_from_ids(dialogue, verifier, thinking)]
+    elif dialogue.text is not None:
+        parts = _from_text(dialogue.text, verifier, thinking, counts)
+    else:
+        parts = _from_messages(dialogue, verifier, thinking, counts)
+    name, source, own = dialogue.id, dialogue.source, dialogue.prompt_span
+    return [
+        Document(f"{name}#{number}" if number > 1 else name, ids, spans, source, own if number == 1 else None)
+        for number, (ids, spans) in enumerate(parts, 1)
+    ]
 
 
 def to_document(dialogue: Dialogue, verifier: Verifier) -> Document:
-    """One dialogue as a Document; raises Drop."""
-    if dialogue.input_ids is not None:
-        ids, spans = _from_ids(dialogue, verifier)
-    elif dialogue.text is not None:
-        ids, spans = _from_text(dialogue.text, verifier)
-    else:
-        ids, spans = _from_messages(dialogue.messages, verifier)
-    return Document(dialogue.id, ids, spans, dialogue.source, dialogue.prompt_span)
+    """The only Document of a dialogue; raises Drop."""
+    (document,) = to_documents(dialogue, verifier)
+    return document
 
 
-def prompt_ids(tokenizer, messages: Sequence[dict]) -> list[int]:
+def prompt_ids(tokenizer, messages: Sequence[dict], tools: list[dict] | None = None) -> list[int]:
     """What the verifier is served: the messages and the header of the answer to come. Raises Drop."""
-    return _render(tokenizer, messages, True)
+    return encode(tokenizer, rendered(tokenizer, messages, True, tools))
 
 
 def same_text(tokenizer, ids: list[int], others: list[int]) -> bool:
@@ -76,28 +67,27 @@ def same_text(tokenizer, ids: list[int], others: list[int]) -> bool:
     return ids == others or tokenizer.decode(ids) == tokenizer.decode(others)
 
 
-def next_turn_ids(verifier: Verifier, messages: Sequence[dict]) -> list[int]:
-    """What the template writes after the last answer's end-of-turn token, up to the next answer's header.
+def next_prompt_ids(
+    verifier: Verifier, ids: list[int], messages: Sequence[dict], tools: list[dict] | None = None
+) -> list[int]:
+    """The prompt of the next answer; messages end with [.., assistant, user], and `ids` are theirs before that user's.
 
-    messages end with [.., assistant, user]. With it a regenerated dialogue grows without its generated ids ever being
-    tokenised again. Raises Drop.
+    It begins with `ids`, so that generated ids are never tokenised again, unless the template rewrites earlier turns:
+    then it is what serving would send. Raises Drop.
     """
-    before, after = _render(verifier.tokenizer, messages[:-1], False), _render(verifier.tokenizer, messages, True)
-    _require_prefix(before, after)
-    return after[_last_end(before, 0, verifier.eos_ids) :]
+    prompt = prompt_ids(verifier.tokenizer, messages, tools)
+    for end in (index + 1 for index, token in enumerate(prompt) if token == ids[-1]):
+        if same_text(verifier.tokenizer, prompt[:end], ids):
+            return ids + prompt[end:]
+    return prompt
 
 
-def label_counts(documents: Iterable[Document], vocab_size: int) -> torch.Tensor:
+def label_counts(documents: Sequence[Document], vocab_size: int) -> torch.Tensor:
     """int64 [V]: how often each token is a label. The first token of an answer never is: nothing predicts it."""
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for document in documents:
-        for start, end in document.spans:
-            ids = torch.tensor(document.input_ids[start + 1 : end], dtype=torch.int64)
-            counts_V += torch.bincount(ids, minlength=vocab_size)
-    return counts_V
+    return torch.from_numpy(Corpus.of(documents).label_counts(vocab_size))
 
 
-def draft_vocab(documents: Iterable[Document], vocab_size: int, size: int | None = None) -> tuple[DraftVocab, float]:
+def draft_vocab(documents: Sequence[Document], vocab_size: int, size: int | None = None) -> tuple[DraftVocab, float]:
     """(vocabulary of the most frequent labels, the share of labels that it covers).
 
     size: see models.vocab.draft_vocab_size.
@@ -107,75 +97,90 @@ def draft_vocab(documents: Iterable[Document], vocab_size: int, size: int | None
     return vocab, int(counts_V[vocab.ids_R].sum()) / max(1, int(counts_V.sum()))
 
 
-def _render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool) -> list[int]:
-    try:
-        return list(render(tokenizer, list(messages), add_generation_prompt=add_generation_prompt))
-    except UserError as error:
-        if not getattr(tokenizer, "chat_template", None):
-            raise  # no row can do anything about that
-        raise Drop(f"template refuses the dialogue ({str(error.__cause__ or error)[:60]})") from None
+Part = tuple[list[int], list[tuple[int, int]]]  # ids, and the spans of answers in them
 
 
-def _require_prefix(shorter: list[int], longer: list[int]) -> None:
-    if longer[: len(shorter)] != shorter:
-        raise Drop("template is not prefix-stable (it rewrites earlier turns)")
+def _from_messages(dialogue: Dialogue, verifier: Verifier, thinking: str, counts: Counter) -> list[Part]:
+    tokenizer = verifier.tokenizer
+    turns = turns_of(tokenizer, settled(dialogue.messages, thinking), dialogue.tools)
+    _, trail = frame(tokenizer)
+    after = tuple(token for token in encode(tokenizer, trail) if token in verifier.eos_ids)[1:]
 
-
-def _last_end(ids: list[int], start: int, eos_ids: Sequence[int]) -> int:
-    """Index just after the last end-of-turn token at or after `start`."""
-    for index in range(len(ids) - 1, start - 1, -1):
-        if ids[index] in eos_ids:
-            return index + 1
-    raise Drop("template writes no end-of-turn token after an answer")
-
-
-def _from_messages(messages: list[dict], verifier: Verifier) -> tuple[list[int], list[tuple[int, int]]]:
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        raise Drop("no answer given")
-    whole = _render(verifier.tokenizer, messages[: answers[-1] + 1], False)
-    spans = []
-    for index in answers:
-        prompt = _render(verifier.tokenizer, messages[:index], True)
-        grown = whole if index == answers[-1] else _render(verifier.tokenizer, messages[: index + 1], False)
-        _require_prefix(prompt, grown)
-        _require_prefix(grown, whole)
-        end = _last_end(grown, len(prompt), verifier.eos_ids)
-        if any(token in verifier.eos_ids for token in grown[len(prompt) : end - 1]):
+    def end_of(answer: list[int]) -> int:
+        ends = [index for index, token in enumerate(answer) if token in verifier.eos_ids]
+        if not ends:
+            raise Drop("template writes no end-of-turn token after an answer")
+        if tuple(answer[index] for index in ends[1:]) != after:
             raise Drop("end-of-turn token inside an answer")
-        spans.append((len(prompt), end))
-    return whole[: spans[-1][1]], spans
+        return ends[0] + 1
+
+    return _parts(tokenizer, turns, end_of, counts)
 
 
-def _from_ids(dialogue: Dialogue, verifier: Verifier) -> tuple[list[int], list[tuple[int, int]]]:
-    ids, spans = dialogue.input_ids, dialogue.spans
+def _from_text(text: str, verifier: Verifier, thinking: str, counts: Counter) -> list[Part]:
+    if thinking != "template" and CLOSE in text:
+        raise Drop(f"thinking in preformatted text or ids, with data.thinking={thinking}")
+    turns = turns_of_text(verifier.tokenizer, text, verifier.tokenizer.convert_ids_to_tokens(verifier.eos_ids))
+    return _parts(verifier.tokenizer, turns, len, counts)
+
+
+def _parts(tokenizer, turns: Sequence[Turn], end_of: Callable[[list[int]], int], counts: Counter) -> list[Part]:
+    """The turns as ids: an answer is joined to those before it where its prompt begins with their ids.
+
+    end_of: how much of what follows a prompt is the answer.
+    """
+    encoded = Prefixes(tokenizer)
+    encoded(turns[-1][1])  # the longest text, which gives most of the others
+    parts: list[Part] = []
+    for prompt, whole in turns:
+        ids, asked = encoded(whole), encoded(prompt)
+        if ids[: len(asked)] == asked:
+            answer = ids[len(asked) :]
+        else:
+            answer = _apart(tokenizer, asked, whole[len(prompt) :], ids)
+            counts["answer tokenised apart: the tokenizer merges it with its prompt"] += 1
+        before, spans = parts[-1] if parts else ([], [])
+        if asked[: len(before)] == before:
+            parts = parts[:-1]
+        else:
+            spans = []
+            counts["answer in a document of its own: the template rewrites earlier turns"] += 1
+        end = len(asked) + end_of(answer)
+        parts.append(((asked + answer)[:end], [*spans, (len(asked), end)]))
+    return parts
+
+
+def _apart(tokenizer, asked: list[int], answer: str, whole: list[int]) -> list[int]:
+    """Ids of an answer after its prompt's, where the tokenizer would merge across the border; raises Drop.
+
+    Standing alone it might be given a space that is not there (SentencePiece): it is tried after a special token too.
+    """
+    special = tokenizer.eos_token or ""
+    for before in dict.fromkeys(("", special)):
+        ids = encode(tokenizer, before + answer)[len(encode(tokenizer, before)) :]
+        if same_text(tokenizer, asked + ids, whole):
+            return ids
+    raise Drop("tokenizer cannot write the answer apart from its prompt")
+
+
+def _from_ids(dialogue: Dialogue, verifier: Verifier, thinking: str) -> Part:
+    ids, spans, tokenizer = dialogue.input_ids, dialogue.spans, verifier.tokenizer
     if max(ids) >= verifier.vocab_size:
         raise Drop("token id outside the vocabulary")
-    first = next((i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"), None)
-    prompt = dialogue.messages[:first]
-    if prompt and not same_text(verifier.tokenizer, ids[: spans[0][0]], prompt_ids(verifier.tokenizer, prompt)):
-        raise Drop("prompt ids differ from this template's rendering (written by another model?)")
     if any(token in verifier.eos_ids for start, end in spans for token in ids[start : end - 1]):
         raise Drop("end-of-turn token inside an answer")
+    if thinking != "template" and any(CLOSE in tokenizer.decode(ids[start:end]) for start, end in spans):
+        raise Drop(f"thinking in preformatted text or ids, with data.thinking={thinking}")
+    # Answers before the first that is supervised stand in other documents.
+    answers = [index for index, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
+    before = dialogue.messages[: answers[-len(spans) :][0] if answers else None]
+    if before and not _is_prompt(ids[: spans[0][0]], before, dialogue.tools, tokenizer):
+        raise Drop("prompt ids differ from this template's rendering (written by another model?)")
     return ids[: spans[-1][1]], spans
 
 
-def _from_text(text: str, verifier: Verifier) -> tuple[list[int], list[tuple[int, int]]]:
-    """Text that carries headers already: an answer is what stands between its header's ids and the end of turn."""
-    question = [{"role": "user", "content": "?"}]
-    bare = _render(verifier.tokenizer, question, False)
-    header = _render(verifier.tokenizer, question, True)[len(bare) :]
-    ids = list(verifier.tokenizer(text, add_special_tokens=False)["input_ids"])
-    spans, index = [], 0
-    while header and index + len(header) <= len(ids):
-        if ids[index : index + len(header)] != header:
-            index += 1
-            continue
-        start = index + len(header)
-        ends = (i + 1 for i in range(start, len(ids)) if ids[i] in verifier.eos_ids)
-        index = next(ends, len(ids))
-        spans.append((start, index))
-    if not spans:
-        shown = verifier.tokenizer.decode(header)
-        raise Drop(f"preformatted text without this template's answer header {shown!r}")
-    return ids[: spans[-1][1]], spans
+def _is_prompt(ids: list[int], messages: Sequence[dict], tools, tokenizer) -> bool:
+    """Whether ids are what serving sends, with the template's own choice of thinking or with either."""
+    options = [{}, thinking_switch(tokenizer, True), thinking_switch(tokenizer, False)]
+    texts = (rendered(tokenizer, messages, True, tools, **some) for some in options[: 3 if options[1] else 1])
+    return any(same_text(tokenizer, ids, encode(tokenizer, text)) for text in texts)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Sequence
+from datetime import date
+from functools import lru_cache
 from itertools import takewhile
 
 from conf.errors import UserError
 
 SENTINEL = "zqxsentinelxqz"
+DAY = date(2024, 7, 26)  # that a template writes: what is rendered tomorrow must be what was rendered today
+CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 
 def _template(tokenizer) -> str:
@@ -21,11 +27,36 @@ def _template(tokenizer) -> str:
     return template
 
 
-def render_text(tokenizer, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-    """The template's text for these messages."""
+@lru_cache(maxsize=32)
+def _stopped(template: str) -> str:
+    return CLOCK.sub(lambda call: repr(DAY.strftime(call[2])), template)
+
+
+def render_text(
+    tokenizer,
+    messages: Sequence[dict],
+    add_generation_prompt: bool = False,
+    tools: list[dict] | None = None,
+    today: bool = False,
+    **variables,
+) -> str:
+    """The template's text for these messages.
+
+    messages and tools are as transformers' `apply_chat_template` has them; variables: for the template, by name.
+    today: the date is today's, where the template writes one; else it is DAY.
+    Raises UserError without a chat template, or when the template refuses the messages.
+    """
     _template(tokenizer)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        template = tokenizer.get_chat_template(tools=tools)
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            chat_template=template if today else _stopped(template),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
     except Exception as error:  # jinja2 raises its own errors for roles or orders that a template refuses
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise UserError(f"the chat template refuses messages with roles [{roles}]: {error}") from error
@@ -36,12 +67,22 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def render(tokenizer, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
+def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False, **options) -> list[int]:
     """Token ids of the messages; with `add_generation_prompt`, up to where the assistant's answer begins.
 
-    Raises UserError without a chat template, or when the template refuses the messages.
+    Options and errors are those of `render_text`.
     """
-    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt))
+    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt, **options))
+
+
+@lru_cache(maxsize=64)
+def _switches(template: str) -> tuple[str, ...]:
+    return tuple(name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template))
+
+
+def thinking_switch(tokenizer, thinking: bool) -> dict[str, bool]:
+    """The template's variables that ask for an answer with or without thinking; none where it has no such switch."""
+    return dict.fromkeys(_switches(template_text(tokenizer)), thinking)
 
 
 def user_header_ids(tokenizer, opening: str = "") -> list[int]:
@@ -54,6 +95,12 @@ def user_header_ids(tokenizer, opening: str = "") -> list[int]:
     if not found:
         raise UserError("expected the chat template to write a user's text as it is, and it does not")
     return encode(tokenizer, header + opening)
+
+
+def user_closing(tokenizer) -> str:
+    """What the template writes after a user's prompt, up to where the answer begins; may be empty."""
+    text = render_text(tokenizer, [{"role": "user", "content": SENTINEL}], True)
+    return text.partition(SENTINEL)[2]
 
 
 def user_closing_ids(tokenizer) -> list[int]:
@@ -81,17 +128,24 @@ def _first_special(tokenizer, ids: list[int]) -> tuple[int, ...]:
     return tuple(i for i in ids if i in special)[:1]
 
 
-def answer_end_ids(tokenizer) -> tuple[int, ...]:
-    """What belongs to an answer after its content, up to the end-of-turn token; empty when the template has none.
+def answer_frame(tokenizer) -> tuple[str, str]:
+    """What the template writes between a prompt and the answer's content, and what after the content.
 
-    Seen on an answer that is the last message of a dialogue.
+    Seen on an answer without thinking that is the last message of a dialogue. Raises UserError when the content is
+    not written as it is.
     """
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
-    text = render_text(tokenizer, messages)
-    _, found, suffix = text.partition(SENTINEL)
+    messages, plain = [{"role": "user", "content": "a"}], thinking_switch(tokenizer, False)
+    prompt = render_text(tokenizer, messages, True, **plain)
+    text = render_text(tokenizer, [*messages, {"role": "assistant", "content": SENTINEL}], **plain)
+    before, found, after = text.partition(SENTINEL)
     if not found:
         raise UserError("expected the chat template to write an assistant's text as it is, and it does not")
-    ids = encode(tokenizer, suffix)
+    return before[len(prompt) :] if before.startswith(prompt) else "", after
+
+
+def answer_end_ids(tokenizer) -> tuple[int, ...]:
+    """What belongs to an answer after its content, up to the end-of-turn token; empty when the template has none."""
+    ids = encode(tokenizer, answer_frame(tokenizer)[1])
     end = _first_special(tokenizer, ids)
     return tuple(ids[: ids.index(end[0]) + 1]) if end else ()
 

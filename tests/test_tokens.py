@@ -5,10 +5,11 @@ from collections import Counter
 import pytest
 
 from conf.errors import UserError
+from data.convert import tokenize
 from data.documents import Document, Drop
 from data.inspect import END, FIRST, LABEL, PROMPT, styles
 from data.rows import Dialogue
-from data.tokens import draft_vocab, label_counts, next_turn_ids, prompt_ids, to_document, tokenize
+from data.tokens import draft_vocab, label_counts, next_prompt_ids, prompt_ids, to_document
 from models.chat import render
 from tiny import CHATML, tiny_tokenizer, tiny_verifier
 
@@ -110,19 +111,6 @@ def test_preformatted_text(verifier):
         list(tokenize([Dialogue("a", "s", [], text=foreign)], verifier, 512, Counter()))
 
 
-def test_templates_that_rewrite_earlier_turns(verifier):
-    strips = CHATML.replace(
-        "message['content'] + '<|im_end|>'",
-        "(message['content'] if loop.last or message['role'] == 'user' else '') + '<|im_end|>'",
-    )
-    other = with_template(verifier, strips)
-    assert to_document(dialogue(QUESTION, ANSWER), other).spans
-    with pytest.raises(Drop, match="not prefix-stable"):
-        to_document(dialogue(QUESTION, ANSWER, SECOND, THIRD), other)
-    with pytest.raises(UserError, match="could use none of 1: 1 template is not prefix-stable"):
-        list(tokenize([dialogue(QUESTION, ANSWER, SECOND, THIRD)], other, 512, Counter()))
-
-
 def test_templates_that_refuse(verifier):
     other = with_template(verifier, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(Drop, match="template refuses the dialogue .roles must alternate"):
@@ -136,10 +124,18 @@ def test_templates_that_refuse(verifier):
         to_document(dialogue(QUESTION), verifier)
 
 
-def test_next_turn_ids_grow_a_dialogue_without_tokenising_again(verifier):
+def test_the_next_prompt_grows_a_dialogue_without_tokenising_again(verifier):
     first = to_document(dialogue(QUESTION, ANSWER), verifier)
-    more = next_turn_ids(verifier, [QUESTION, ANSWER, SECOND])
-    assert first.input_ids + more == prompt_ids(verifier.tokenizer, [QUESTION, ANSWER, SECOND])
+    whole = prompt_ids(verifier.tokenizer, [QUESTION, ANSWER, SECOND])
+    assert next_prompt_ids(verifier, first.input_ids, [QUESTION, ANSWER, SECOND]) == whole
+    spelled = [verifier.tokenizer.convert_tokens_to_ids(letter) for letter in "Paris"]
+    generated = [*prompt_ids(verifier.tokenizer, [QUESTION]), *spelled, verifier.eos_ids[0]]
+    paris = {"role": "assistant", "content": "Paris"}
+    more = next_prompt_ids(verifier, generated, [QUESTION, paris, SECOND])
+    assert more[: len(generated)] == generated
+    assert verifier.tokenizer.decode(more) == verifier.tokenizer.decode(
+        prompt_ids(verifier.tokenizer, [QUESTION, paris, SECOND])
+    )
 
 
 def test_draft_vocab_covers_the_labels(verifier):
