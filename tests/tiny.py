@@ -31,13 +31,13 @@ SLIDING = {"mistral": 8, "gemma2": 8}
 
 
 @lru_cache
-def _trained(vocab: int) -> str:
+def _trained(vocab: int, special: tuple[str, ...]) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -45,14 +45,23 @@ def _trained(vocab: int) -> str:
     return tokenizer.to_str()
 
 
-def tiny_tokenizer(vocab: int = 512, template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most `vocab` ids (at least 259: the bytes and 3 special tokens) with a ChatML template."""
-    assert vocab >= 259, "the byte alphabet and the special tokens need 259 ids"
+def tiny_tokenizer(
+    vocab: int = 512,
+    template: str | None = CHATML,
+    special: tuple[str, ...] = SPECIAL,
+    bos: str | None = "<|im_start|>",
+    eos: str = "<|im_end|>",
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most `vocab` ids with a ChatML template.
+
+    special: tokens with the ids from 0 up; the first one pads.
+    """
+    assert vocab >= 256 + len(special), "the byte alphabet and the special tokens need their ids"
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained(vocab)),
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        tokenizer_object=Tokenizer.from_str(_trained(vocab, tuple(special))),
+        eos_token=eos,
+        pad_token=special[0],
+        **({"bos_token": bos} if bos else {}),
     )
     tokenizer.chat_template = template
     return tokenizer
