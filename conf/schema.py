@@ -71,7 +71,9 @@ class DataConf:
     thinking: str = "template"  # of given answers: "template": as it renders them; "strip": without; "drop": leave out
     unique: str = "document"  # "prompt": one dialogue for each first question
     exclude: Any = None  # suites or files whose prompts must not be trained on; null: those of evaluation.prompts
-    server: Any = None  # OpenAI-compatible server that writes in place of the verifier here: http://HOST:PORT, or several
+    server: Any = (
+        None  # OpenAI-compatible server that writes in place of the verifier here: http://HOST:PORT, or several
+    )
     server_model: str | None = None  # its name there; null: the only one that it serves
     concurrency: int = 32  # requests under way at each server
     max_documents: int | None = None
@@ -325,10 +327,11 @@ class GpuCheckCommandConf(RunConf):
 
 @dataclass
 class TheoryCommandConf(RunConf):
-    """python -m eval.theory: one of the first three"""
+    """python -m eval.theory: one of the first four"""
 
     alpha: float | None = None  # acceptance, the same at every depth
     profile: list[float] | None = None  # n-alpha: acceptance by depth
+    by_position: list[float] | None = None  # instead, as engines log it: P(draft n accepted), unconditional
     run: str | None = None  # a folder with an alpha.json, or such a file: its n-alpha and its times
     c: float | None = None  # draft step / verify call; null: the run's times, or 0.05
     widths: Any = None  # cost of a verify call by its rows, {1:1,16:1.3}; null: all the same
@@ -344,10 +347,10 @@ class SimulateCommandConf(RunConf):
     """python -m eval.simulate"""
 
     name: str | None = None  # chi_square | n_sweep | tree | rollback | draft_quality | all
-    rounds: int | None = None  # verify calls of a simulation; null: its own number
+    rounds: int | None = None  # verify calls of all but rollback; null: each has its own number
     seeds: int = 100  # chi_square: how often it is asked
     alpha: float = 0.9  # n_sweep
-    c: float = 0.04  # n_sweep: draft step / verify call
+    c: float = 0.04  # n_sweep, tree: draft step / verify call
     max_n: int = 40  # n_sweep
     shape: list[int] = field(default_factory=lambda: [2, 2, 2])  # tree: children a level
     depth: int = 4  # rollback: drafts a round

@@ -26,6 +26,7 @@ from eval.theory.model import (
     batch_times,
     break_even,
     check_profile,
+    conditional,
     equal_alpha,
     expected_tokens,
     measured_outlook,
@@ -66,17 +67,20 @@ class Batch:
 
 def draft_of(cfg) -> Draft:
     """cfg: conf.schema.TheoryCommandConf. Raises UserError unless it says what is accepted, once, and makes sense."""
-    given = [name for name in ("alpha", "profile", "run") if getattr(cfg, name) is not None]
+    given = [name for name in ("alpha", "profile", "by_position", "run") if getattr(cfg, name) is not None]
     if len(given) != 1:
         raise UserError(
-            f"expected one of alpha=A, profile=[a1,a2,...] and run=DIR, found {' and '.join(given) or 'none'}: e.g. "
-            f"{EXAMPLE}"
+            f"expected one of alpha=A, profile=[a1,a2,...], by_position=[b1,b2,...] and run=DIR, found "
+            f"{' and '.join(given) or 'none'}: e.g. {EXAMPLE}"
         )
     if cfg.max_n < 1:
         raise UserError(f"max_n must be 1 or more, found {cfg.max_n}")
     if cfg.run is not None:
         return _of_run(cfg)
-    profile = [cfg.alpha] * cfg.max_n if cfg.profile is None else list(cfg.profile)
+    if cfg.alpha is not None:
+        profile = [cfg.alpha] * cfg.max_n
+    else:
+        profile = list(cfg.profile) if cfg.by_position is None else conditional(cfg.by_position)
     check_profile(profile)
     c = 0.05 if cfg.c is None else cfg.c
     return Draft(profile, Times.simple(c, cfg.widths), c)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import brentq, isotonic_regression
@@ -132,6 +133,15 @@ def check_profile(profile: Sequence[float], name: str = "acceptances") -> None:
     """Raises `UserError` unless there is at least one acceptance, each a probability."""
     if not len(profile) or any(not 0 <= a <= 1 for a in profile):
         raise UserError(f"{name} must be numbers from 0 to 1, at least one; found {sorted(set(profile))}")
+
+
+def conditional(by_position: Sequence[float]) -> list[float]:
+    """n-alpha from P(draft n accepted), as engines log it, which never rises. Raises UserError."""
+    check_profile(by_position, "by_position")
+    steps = list(pairwise([1.0, *by_position]))
+    if any(later > earlier for earlier, later in steps):
+        raise UserError(f"by_position is the share of calls that accept draft n: it never rises, found {by_position}")
+    return [later / earlier if earlier else 0.0 for earlier, later in steps]
 
 
 def equal_alpha(expected: float, depth: int) -> float | None:

@@ -1,0 +1,1 @@
+"""Five simulations with known answers, seeded: `python -m eval.simulate name=chi_square`."""
