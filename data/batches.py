@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from data.documents import Document, content_hash
+from data.corpus import Corpus
+from data.documents import Document
 from models.states import VerifierStates
 
+BLOCK = 65536  # documents whose lengths are plain numbers at a time
+SHOWN = 3  # changed files that are named
 OPEN_ROWS = 64  # rows that first-fit looks at; more would pack tighter by a per cent and cost time
 
 
@@ -45,52 +48,81 @@ class OnlineStates:
 
     def __init__(self, verifier, documents: Sequence[Document]):
         self.verifier = verifier
-        self.documents = list(documents)
+        self.documents = Corpus.of(documents)
 
     def states(self, indices: Sequence[int]) -> VerifierStates:
         return self.verifier.states(*packed_rows([self.documents[index] for index in indices]))
 
 
-def pack(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of one epoch as lists of document indices: each document that fits exactly once.
+class Plan(Sequence[list[int]]):
+    """Batches of document indices, eight bytes a document.
+
+    order_N: the indices, batch after batch; edges: int64, where each begins, and the end; rows: which, in which order.
+    """
+
+    def __init__(self, order_N: np.ndarray, edges: np.ndarray, rows: np.ndarray):
+        self.order_N, self.edges, self.rows = order_N, edges, rows
+
+    def take(self, places: np.ndarray) -> Plan:
+        """The batches at these places."""
+        return Plan(self.order_N, self.edges, self.rows[places])
+
+    def sums(self, counts_N: np.ndarray) -> np.ndarray:
+        """int64, of each batch: the sum of its documents' counts."""
+        return np.add.reduceat(counts_N[self.order_N], self.edges[:-1])[self.rows] if len(self) else self.rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place):
+        row = self.rows[place]
+        return self.order_N[self.edges[row] : self.edges[row + 1]].tolist()
+
+
+def pack(lengths: Sequence[int] | np.ndarray, tokens_per_step: int, seed: int, epoch: int) -> Plan:
+    """The batches of one epoch: each document that fits exactly once.
 
     First-fit over a shuffled order; a row is closed when it is the oldest of `OPEN_ROWS` open ones. A document longer
     than `tokens_per_step` is in no batch (PackedLoader counts them).
     """
-    rng = np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), epoch]))
-    closed: list[list[int]] = []
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in rng.permutation(len(lengths)).tolist():
-        length = lengths[index]
-        if length > tokens_per_step:
-            continue
-        place = next((row for row, free in enumerate(room) if free >= length), None)
-        if place is None:
-            if len(rows) == OPEN_ROWS:
-                closed.append(rows.pop(0))
-                room.pop(0)
-            rows.append([])
-            room.append(tokens_per_step)
-            place = len(rows) - 1
-        rows[place].append(index)
-        room[place] -= length
-    closed += rows
+    rng, lengths_N = np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), epoch])), np.asarray(lengths)
+    order_N = rng.permutation(len(lengths_N))
+    order_N = order_N[lengths_N[order_N] <= tokens_per_step]
+    row_N = np.empty(len(order_N), dtype=np.int64)
+    room: list[int] = []  # of the open rows, oldest first
+    closed = 0
+    for first in range(0, len(order_N), BLOCK):
+        block: list[int] = []
+        for length in lengths_N[order_N[first : first + BLOCK]].tolist():
+            for place, free in enumerate(room):
+                if free >= length:
+                    room[place] = free - length
+                    break
+            else:
+                if len(room) == OPEN_ROWS:
+                    del room[0]
+                    closed += 1
+                place = len(room)
+                room.append(tokens_per_step - length)
+            block.append(closed + place)
+        row_N[first : first + BLOCK] = block
+    rows = closed + len(room)
+    edges = np.concatenate(([0], np.cumsum(np.bincount(row_N, minlength=rows))))
     # First-fit leaves the emptiest rows at the end: shuffle so that they come at any time.
-    return [closed[row] for row in rng.permutation(len(closed)).tolist()]
+    return Plan(order_N[np.argsort(row_N, kind="stable")], edges, rng.permutation(rows))
 
 
-def deal(labels: Sequence[int], world: int) -> list[tuple[int, ...]]:
-    """Which batch each rank takes in each step of an epoch: `world` batches with about equal numbers of label rows.
+def deal(labels: Sequence[int] | np.ndarray, world: int) -> np.ndarray:
+    """int64 [steps, world]: which batch each rank takes in each step of an epoch; of one step, about equal label rows.
 
     labels: label rows of each batch, in an order that is random already; that of the steps follows from it. One rank
     keeps the order. Where `world` does not divide the batches, the first are dealt again to fill up (at most
     world - 1 of them). Tokens need no look: rows are full. Without this, ranks waited for 3 to 19 % more label rows
     than they had (SmolLM2's answers, 2 to 8 ranks, 8192 to 1024 tokens a step).
     """
-    filled = [i % len(labels) for i in range(-(-len(labels) // world) * world)]
-    filled.sort(key=labels.__getitem__)
-    return sorted((tuple(filled[i : i + world]) for i in range(0, len(filled), world)), key=min)
+    filled = np.arange(-(-len(labels) // world) * world) % len(labels)
+    steps = filled[np.argsort(np.asarray(labels)[filled], kind="stable")].reshape(-1, world)
+    return steps[np.argsort(steps.min(1), kind="stable")]
 
 
 class PackedLoader:
@@ -101,30 +133,40 @@ class PackedLoader:
     The place is `epoch` and `step` (batches this rank has been given in the epoch). A loop that fetches ahead must keep
     the state dict that belongs to the last batch it has used, not one taken while another was in flight.
 
+    files: the bytes and the time of change of each file that the documents come from, for whoever resumes with others.
     dropped: documents longer than `tokens_per_step`.
     """
 
-    def __init__(self, source: StateSource, tokens_per_step: int, seed: int = 0, rank: int = 0, world: int = 1):
+    def __init__(
+        self,
+        source: StateSource,
+        tokens_per_step: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        files: Mapping[str, list[int]] | None = None,
+    ):
         assert 0 <= rank < world
         self.source, self.tokens_per_step, self.seed, self.rank, self.world = source, tokens_per_step, seed, rank, world
-        self.lengths = [len(document.input_ids) for document in source.documents]
-        self.dropped = sum(length > tokens_per_step for length in self.lengths)
+        self.documents, self.files = Corpus.of(source.documents), dict(files or {})
+        self.lengths = self.documents.lengths_N
+        self.dropped = int((self.lengths > tokens_per_step).sum())
         if self.dropped == len(self.lengths):
-            shortest = min(self.lengths, default=0)
+            shortest = min(self.lengths.tolist(), default=0)
             raise UserError(
                 f"expected documents of at most trainer.tokens_per_step={tokens_per_step} tokens, found none "
                 f"among {len(self.lengths)} (shortest {shortest}); raise it, or lower data.max_length"
             )
-        self.data_hash = content_hash(source.documents)
+        self.data_hash = self.documents.content_hash
         self.epoch = self.step = 0
-        self._plan: tuple[int, list[list[int]]] = (-1, [])
+        self._plan: tuple[int, Plan] | None = None
 
-    def plan(self, epoch: int) -> list[list[int]]:
+    def plan(self, epoch: int) -> Plan:
         """This rank's batches of an epoch, as document indices."""
-        if self._plan[0] != epoch:
+        if self._plan is None or self._plan[0] != epoch:
             batches = pack(self.lengths, self.tokens_per_step, self.seed, epoch)
-            labels = [sum(self.source.documents[index].labels for index in batch) for batch in batches]
-            self._plan = (epoch, [batches[step[self.rank]] for step in deal(labels, self.world)])
+            steps = deal(batches.sums(self.documents.labels_N), self.world)
+            self._plan = (epoch, batches.take(steps[:, self.rank]))
         return self._plan[1]
 
     def __iter__(self) -> Iterator[VerifierStates]:
@@ -136,14 +178,36 @@ class PackedLoader:
             yield self.source.states(batch)
 
     def state_dict(self) -> dict:
-        return {"epoch": self.epoch, "step": self.step, **self._fingerprint()}
+        return {"epoch": self.epoch, "step": self.step, "files": self.files, **self._fingerprint()}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue after the batch that was yielded last; UserError when data or layout differ from then."""
         for key, value in self._fingerprint().items():
-            if (was := state.get(key)) != value:
-                raise UserError(f"cannot resume the batch order: {key} was {was}, is now {value}; use the same")
+            if (was := state.get(key)) == value:
+                continue
+            if key == "data_hash":
+                raise UserError(
+                    f"cannot resume on other documents: {self._changes(state.get('files') or {})}; put back what the "
+                    "run was trained on, or begin a new one (head.start=RUN goes on from this one's head)"
+                )
+            raise UserError(f"cannot resume the batch order: {key} was {was}, is now {value}; use the same")
         self.epoch, self.step = state["epoch"], state["step"]
+
+    def _changes(self, before: Mapping[str, list[int]]) -> str:
+        """What became of the files since, in words."""
+        gone = [f"{name} is not read any more" for name in before if name not in self.files]
+        new = [f"{name} is new" for name in self.files if name not in before]
+        changed = [
+            f"{name} had {before[name][0]:,} bytes, has {now[0]:,}"
+            if before[name][0] != now[0]
+            else f"{name} has changed"
+            for name, now in self.files.items()
+            if name in before and list(before[name]) != list(now)
+        ]
+        found = gone + new + changed
+        if not found:
+            return "what the verifier wrote is not there any more, or a setting of data= differs"
+        return ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
 
     def _fingerprint(self) -> dict:
         return {

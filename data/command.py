@@ -18,15 +18,17 @@ from conf.errors import UserError
 from conf.paths import cache_dir
 from conf.schema import DataCommandConf
 from conf.terminal import TextConsole
+from data.clock import answer_tokens
+from data.convert import tokenize
 from data.documents import Document, describe, with_prompt
 from data.files import read_json, replacing, write_json
 from data.inspect import show
 from data.log import RoundLog
-from data.prepare import Prepared, dialogues_folder, prepare, write_dialogues
+from data.prepare import Prepared, dialogues_folder, excluding, prepare, write_dialogues
 from data.server_states import ServerStates
 from data.sources import read_dialogues, sources_of
 from data.store import StateStore
-from data.tokens import draft_vocab, tokenize
+from data.tokens import draft_vocab, label_counts
 from models.heads import captured_layers
 from models.verifier import Verifier
 
@@ -39,6 +41,7 @@ def run(cfg: DataCommandConf) -> Outcome:
         raise UserError(f"expected server=URL with task=capture, found it with task={cfg.task}: leave it out")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
+    cfg.data = excluding(cfg.data, cfg.evaluation.prompts)
     layers = captured_layers(cfg.head.name, cfg.verifier.aux_layers)
     verifier = Verifier.load(**asdict(cfg.verifier) | {"aux_layers": layers})
     outcome = TASKS[cfg.task](cfg, verifier)
@@ -67,10 +70,13 @@ def _write(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     settings = replace(cfg.data, answers="regenerate")
     folder = dialogues_folder(settings, verifier)
     rows = write_dialogues(settings, verifier, folder)
-    reasons = Counter(row["finish_reason"] for row in rows.rows)
+    reasons, tokens = Counter(), 0
+    for row in rows:
+        reasons[row["finish_reason"]] += 1
+        tokens += answer_tokens(row)
     values = {
-        "dialogues": len(rows.rows),
-        "answer tokens": sum(end - start for row in rows.rows for start, end in row["spans"]),
+        "dialogues": len(rows),
+        "answer tokens": tokens,
         "answers ended by": dict(reasons),
         "seconds": round(rows.seconds, 1),
         "dropped": dict(rows.counts),
@@ -98,12 +104,12 @@ def vocab_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
     """The draft vocabulary, and how much of train and of held-out labels it covers."""
     prepared = prepare(cfg.data, verifier)
     vocab, share = draft_vocab(prepared.train, verifier.vocab_size, cfg.head.draft_vocab_size)
-    labels = [i for d in prepared.validation for start, end in d.spans for i in d.input_ids[start + 1 : end]]
-    inside = vocab.t2d[torch.tensor(labels, dtype=torch.int64)]
+    held_out_V = label_counts(prepared.validation, verifier.vocab_size)
+    total, inside = int(held_out_V.sum()), int(held_out_V[vocab.t2d].sum())
     values = {
         "draft_vocab_size": len(vocab),
         "coverage of train labels": round(share, 5),
-        "coverage of validation labels": round(float(inside.float().mean()), 5) if labels else None,
+        "coverage of validation labels": round(inside / total, 5) if total else None,
         "hash": vocab.hash,
     }
     path = prepared.folder / f"vocab-{len(vocab)}.json" if cfg.out is None else _out(cfg.out)
@@ -119,7 +125,7 @@ def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
         raise UserError(f"expected out= to name a folder for the states, found the file {folder}")
     prepared = prepare(cfg.data, verifier, keep_states=pieces is None)
     store = StateStore.capture(
-        verifier, prepared.train, folder, cfg.data.store_dtype, kept=prepared.states, pieces=pieces
+        verifier, prepared.train, folder, cfg.data.store_dtype, kept=prepared.states, pieces=pieces, server=cfg.server
     )
     store.verify()
     values = _values(prepared) | {"bytes": store.bytes, "shards": len(store.shards), "verified": True}
@@ -142,7 +148,7 @@ def inspect_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
         "labels": sum(document.labels for document in documents),
         "dropped on the way": describe(+counts) or "nothing",
     }
-    return Outcome(sources[0].files[0], values)
+    return Outcome(Path(sources[0].given), values)
 
 
 def _synthetic(cfg: DataCommandConf, verifier: Verifier) -> Path:

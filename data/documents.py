@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 
@@ -48,7 +49,7 @@ class Document:
         """sha256 hex of the ids alone."""
         return ids_hash(self.input_ids)
 
-    @property
+    @cached_property
     def content_hash(self) -> str:
         """sha256 hex of ids and spans; name and source do not enter."""
         flat = array("q", [len(self.input_ids), *self.input_ids, *(edge for span in self.spans for edge in span)])
@@ -87,28 +88,6 @@ def clip(document: Document, max_length: int) -> Document:
     elif not document.labels:
         raise Drop("answer shorter than two tokens")
     return document
-
-
-def content_hash(documents: Iterable[Document]) -> str:
-    """One hash for an ordered list of documents."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(bytes.fromhex(document.content_hash))
-    return digest.hexdigest()
-
-
-def split(documents: Sequence[Document], validation: int) -> tuple[list[Document], list[Document], int]:
-    """(train, validation, duplicates dropped), chosen by hash of content so that no row can be in both.
-
-    The `validation` documents with the lowest hashes are held out, at most a fifth of all. Exact duplicates
-    count once. Both lists keep the input order, so adding rows moves few documents across.
-    """
-    unique: dict[str, Document] = {}
-    for document in documents:
-        unique.setdefault(document.content_hash, document)
-    held_out = set(sorted(unique)[: min(validation, len(unique) // 5)])
-    train = [document for key, document in unique.items() if key not in held_out]
-    return train, [document for key, document in unique.items() if key in held_out], len(documents) - len(unique)
 
 
 def describe(counts: Counter | dict[str, int]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,20 @@ from conf.errors import UserError
 from conf.paths import cache_dir
 from data.answers import Sampling
 from data.clock import Limits
-from data.documents import Document, content_hash, describe, split, with_prompt
-from data.files import key_of, only_writer, read_json, write_json
+from data.convert import UNIQUE, Conversion, Converter
+from data.corpus import Corpus, content_hash
+from data.documents import describe
+from data.files import file_hash, key_of, only_writer, read_json, write_json
 from data.log import RoundLog
 from data.memory import KeptStates
-from data.progress import progress_bar
+from data.parts import QUARANTINE, tokenized
+from data.quarantine import Quarantine
 from data.regenerate import regenerate
 from data.rows import Dialogue, to_dialogue
 from data.sources import read_dialogues, sources_hash, sources_of
+from data.suites import read_suite
 from data.synthesize import synthesize
-from data.tokens import tokenize
+from data.unique import Exclusion
 
 if TYPE_CHECKING:
     from conf.schema import DataConf
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 4  # of the dialogues' folders; raise it when what the same settings give changes
+CORPUS_FORMAT = 1  # of the documents' folders inside them
 ANSWERS = ("regenerate", "given")
 
 
@@ -40,16 +44,19 @@ ANSWERS = ("regenerate", "given")
 class Prepared:
     """Documents to train on and documents held out, disjoint by content.
 
-    folder: where dialogues and settings lie.  content_hash: of train and validation documents, for provenance.
+    folder: where the documents lie, inside that of their dialogues.
+    content_hash: of train and validation documents, for provenance.
     counts: documents, tokens and answer tokens of both parts, and what was dropped, by reason, under "dropped".
+    files: of data.path: bytes and time of change, for a run that goes on after they changed.
     states: by hash of the ids, those of the verifier's states that its writing has left behind.
     """
 
-    train: list[Document]
-    validation: list[Document]
+    train: Corpus
+    validation: Corpus
     folder: Path
     content_hash: str
     counts: dict[str, Any]
+    files: dict[str, list[int]]
     states: dict[str, DocumentStates] = field(default_factory=dict)
 
 
@@ -62,36 +69,57 @@ def prepare(cfg: DataConf, verifier: Verifier, keep_states: bool = False) -> Pre
     what shared the batch. Raises UserError for
     settings that cannot work, for files without a usable row, and when fewer than two documents come out.
     """
-    writes, folder = needs_verifier(cfg), dialogues_folder(cfg, verifier)
-    dropped: Counter[str] = Counter()
+    how, writes, folder = conversion(cfg), needs_verifier(cfg), dialogues_folder(cfg, verifier)
     keep_states = keep_states and cfg.minutes is not None and verifier.device.type == "cpu"
     kept = KeptStates(verifier.device) if keep_states else None
-    if writes:
-        rows = write_dialogues(cfg, verifier, folder, kept)
-        dropped.update(rows.counts)
-        dialogues: Iterable[Dialogue] = (to_dialogue(row, row["id"]) for row in rows.rows)
-    else:
-        dialogues = read_dialogues(sources_of(cfg.path), dropped)
-    documents = list(_limited(tokenize(dialogues, verifier, cfg.max_length, dropped), cfg))
+    rows = write_dialogues(cfg, verifier, folder, kept) if writes else None
+    dropped = Counter() if rows is None else Counter(rows.counts)
+
+    def read(bad: Counter, quarantine: Quarantine) -> Iterator[Dialogue]:
+        return read_dialogues(sources_of(cfg.path), bad, quarantine) if rows is None else _dialogues(rows)
+
+    settings = {"format": CORPUS_FORMAT, "written": None if rows is None else file_hash(rows.path)} | how.settings
+    folder = folder / f"documents-{key_of(settings)[:16]}"
+    documents, left_out = tokenized(folder, Converter(verifier, how), read)
+    dropped.update(left_out)
     if len(documents) < 2:
         raise UserError(
             f"expected at least two documents, found {len(documents)} ({describe(dropped) or 'nothing was dropped'}); "
             "give more data: data.path, data.max_documents, data.max_tokens or data.minutes"
         )
-    train, validation, duplicates = split(documents, cfg.validation)
+    train, validation = documents.split(cfg.validation)
     totals = {"train": _totals(train), "validation": _totals(validation)}
     if cfg.supervised == "dialogue":
-        train = [with_prompt(document) for document in train]
-        totals["train"]["labels"] = sum(document.labels for document in train)
-    dropped["duplicate document"] += duplicates
-    dropped = +dropped  # without zeros
+        train = train.with_prompts()
+        totals["train"]["labels"] = int(train.labels_N.sum())
     counts = {**totals, "dropped": dict(dropped)}
     if len(validation) < cfg.validation:
         log.info(f"validation: {len(validation)} of {cfg.validation} documents, a fifth of all at most")
     if dropped:
         log.info(f"dropped or changed: {describe(dropped)}")
+    for place in (folder.parent, folder):
+        if (path := place / QUARANTINE).is_file():
+            log.info(f"rows that were left out: {path}")
     write_json(folder / "counts.json", counts)
-    return Prepared(train, validation, folder, content_hash([*train, *validation]), counts, kept or {})
+    return Prepared(train, validation, folder, content_hash(train, validation), counts, _files(cfg), kept or {})
+
+
+def conversion(cfg: DataConf) -> Conversion:
+    """How dialogues become documents by these settings; reads the prompts that are to be left out.
+
+    Raises UserError for settings that cannot work and for suites that cannot be read.
+    """
+    if cfg.unique not in UNIQUE:
+        raise UserError(f"expected data.unique to be one of {', '.join(UNIQUE)}, found {cfg.unique!r}")
+    names = [cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or []
+    asked = [row["messages"][-1]["content"] for name in names for row in read_suite(name)]
+    exclude = Exclusion(asked) if asked else None
+    return Conversion(cfg.max_length, cfg.thinking, cfg.unique, exclude, cfg.max_documents, cfg.max_tokens)
+
+
+def excluding(cfg: DataConf, prompts: str | Sequence[str]) -> DataConf:
+    """The settings, with evaluation's own prompts left out of the data where `exclude` names none."""
+    return cfg if cfg.exclude is not None else replace(cfg, exclude=prompts)
 
 
 def needs_verifier(cfg: DataConf) -> bool:
@@ -129,21 +157,23 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path, kept: KeptS
     path, state = folder / "dialogues.jsonl", folder / "complete.json"
     with only_writer(folder):
         rows, finished = RoundLog(path), read_json(state)
-        if finished.get("rows") == len(rows.rows) > 0:
-            log.info(f"dialogues: {len(rows.rows)} from {path}")
+        if finished.get("rows") == len(rows) > 0:
+            log.info(f"dialogues: {len(rows)} from {path}")
             rows.counts.update(finished["bad rows"])
             return rows
-        if rows.rows:
-            log.info(f"dialogues: continuing after {len(rows.rows)} in {path}")
+        if len(rows):
+            log.info(f"dialogues: continuing after {len(rows)} in {path}")
         bad: Counter[str] = Counter()
         if cfg.path is None:
             rows = synthesize(verifier, path, _sampling(cfg), _limits(cfg), kept)
         else:
-            rows = regenerate(verifier, read_dialogues(sources_of(cfg.path), bad), path, _sampling(cfg), _limits(cfg))
-        if not rows.rows:
+            with Quarantine(folder / QUARANTINE) as quarantine:
+                dialogues = read_dialogues(sources_of(cfg.path), bad, quarantine)
+                rows = regenerate(verifier, dialogues, path, _sampling(cfg), _limits(cfg))
+        if not len(rows):
             found = describe(rows.counts + bad) or "nothing was dropped"
             raise UserError(f"expected dialogues from {verifier.name}, none was finished ({found}); raise data.minutes")
-        write_json(state, {"rows": len(rows.rows), "used": rows.used, "seconds": rows.seconds, "bad rows": bad})
+        write_json(state, {"rows": len(rows), "used": rows.used, "seconds": rows.seconds, "bad rows": bad})
     rows.counts.update(bad)
     return rows
 
@@ -165,23 +195,19 @@ def _sampling(cfg: DataConf) -> Sampling:
     )
 
 
-def _limited(documents: Iterator[Document], cfg: DataConf) -> Iterator[Document]:
-    """Documents until the limits on their number and answer tokens are met, without reading any further."""
-    tokens = 0
-    with progress_bar() as bar:
-        task = bar.add_task("tokenizing", total=cfg.max_documents, rate="")
-        for document in itertools.islice(documents, cfg.max_documents):
-            if cfg.max_tokens is not None and tokens >= cfg.max_tokens:
-                return
-            tokens += document.answer_tokens
-            bar.update(task, advance=1, rate=f"{tokens:,} answer tokens")
-            yield document
+def _dialogues(rows: RoundLog) -> Iterator[Dialogue]:
+    return (to_dialogue(row, row["id"], f"{rows.path}:{number}") for number, row in enumerate(rows, 1))
 
 
-def _totals(documents: list[Document]) -> dict[str, int]:
+def _files(cfg: DataConf) -> dict[str, list[int]]:
+    files = [] if cfg.path is None else [file for source in sources_of(cfg.path) for file in source.files]
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+def _totals(documents: Corpus) -> dict[str, int]:
     return {
         "documents": len(documents),
-        "tokens": sum(len(document.input_ids) for document in documents),
-        "answer tokens": sum(document.answer_tokens for document in documents),
-        "labels": sum(document.labels for document in documents),
+        "tokens": int(documents.lengths_N.sum()),
+        "answer tokens": int(documents.answer_tokens_N.sum()),
+        "labels": int(documents.labels_N.sum()),
     }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from safetensors import safe_open
@@ -23,7 +24,8 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.paths import cache_dir
 from data.batches import packed_rows
-from data.documents import Document, content_hash
+from data.corpus import Corpus
+from data.documents import Document
 from data.files import file_hash, key_of, read_json, replacing, write_json
 from data.progress import progress_bar
 from data.quantize import STORE_DTYPES, dequantize, quantize, states_bytes, store_dtype
@@ -47,20 +49,15 @@ class StateStore:
     """States of `documents`; `states(indices)` is what `verifier.states` gives for the same packed documents.
 
     To rounding, and but for the last token of documents whose states generation has left behind (DocumentStates).
-    shards: of each, its file, bytes, checksum, documents and tokens.
+    shards: of each, its file, bytes, checksum, documents and tokens, and who computed it.
     """
 
     def __init__(self, folder: Path, documents: Sequence[Document], index: dict, shards: list[dict]):
-        self.folder, self.documents, self.index, self.shards = Path(folder), list(documents), index, shards
+        self.folder, self.documents, self.index, self.shards = Path(folder), Corpus.of(documents), index, shards
         self.dtype = DTYPES[index["record_dtype"]]
         self._open: dict[int, dict[str, Tensor]] = {}
-        self._place: dict[int, tuple[int, int, int]] = {}  # document -> shard, first token, first label
-        for number, (first, last) in enumerate(_shards(self.documents, index["shard_tokens"])):
-            token = label = 0
-            for document in range(first, last):
-                self._place[document] = (number, token, label)
-                token += len(self.documents[document].input_ids)
-                label += self.documents[document].labels
+        self._firsts = np.array([first for first, _ in _shards(self.documents.lengths_N, index["shard_tokens"])])
+        self._starts = [_starts(counts_N) for counts_N in (self.documents.lengths_N, self.documents.labels_N)]
 
     @property
     def bytes(self) -> int:
@@ -76,20 +73,21 @@ class StateStore:
         shard_tokens: int = SHARD_TOKENS,
         kept: Mapping[str, DocumentStates] | None = None,
         pieces: Pieces | None = None,
+        server: str | None = None,
     ) -> StateStore:
         """The store of these documents, computing what is not there yet. Default folder: by content key in the cache.
 
         dtype: "auto", the one in which the verifier computes.  kept: by hash of the ids, states that are at hand from
-        generation and need no computing.  pieces: who computes the others, in place of this verifier.
+        generation and need no computing.  pieces: who computes the others, in place of this verifier: a server.
         Shards appear whole or not at all, so a killed run continues where it was. Raises UserError for an unknown
         dtype, for states that are not finite, or when the disk cannot hold them (before anything is computed).
         """
-        dtype = store_dtype(dtype, verifier.dtype)
+        dtype, documents = store_dtype(dtype, verifier.dtype), Corpus.of(documents)
         index = {
             "format": FORMAT,
             "verifier": verifier.weights_hash,
             "aux_layers": list(verifier.aux_layers),
-            "documents": content_hash(documents),
+            "documents": documents.content_hash,
             "dtype": dtype,
             "record_dtype": str(verifier.dtype).removeprefix("torch."),
             "shard_tokens": shard_tokens,
@@ -105,7 +103,8 @@ class StateStore:
             raise UserError(f"{folder} holds states of another {different[0]}; choose another folder or remove it")
         if not found:
             write_json(folder / "index.json", index | {"name": verifier.name, "count": len(documents)})
-        shards = _Writer(verifier, documents, folder, index, kept or {}, pieces).write()
+        by = {"server": server} if server else _described(verifier)
+        shards = _Writer(verifier, documents, folder, index, kept or {}, pieces, by).write()
         return cls(folder, documents, index, shards)
 
     def verify(self) -> None:
@@ -121,7 +120,8 @@ class StateStore:
         input_ids_BT, document_BT, position_BT, span_BT = packed_rows(documents)
         parts: dict[str, list[Tensor]] = {name: [] for name in PARTS}
         for index, document in zip(indices, documents, strict=True):
-            number, token, label = self._place[index]
+            number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+            token, label = (int(starts_N[index] - starts_N[self._firsts[number]]) for starts_N in self._starts)
             tokens, labels = slice(token, token + len(document.input_ids)), slice(label, label + document.labels)
             for name in PARTS:
                 parts[name].append(self._rows(number, name, tokens if name == "aux" else labels))
@@ -155,23 +155,28 @@ class StateStore:
 
 def bytes_needed(verifier: Verifier, documents: Sequence[Document], dtype: str = "auto") -> int:
     """Size of the store on disk, headers aside."""
-    tokens, labels = _tokens(documents), sum(document.labels for document in documents)
+    documents = Corpus.of(documents)
+    tokens, labels = int(documents.lengths_N.sum()), int(documents.labels_N.sum())
     kind = store_dtype(dtype, verifier.dtype)
     return states_bytes(kind, verifier.hidden_size, len(verifier.aux_layers), tokens, labels)
 
 
-def _tokens(documents: Sequence[Document]) -> int:
-    return sum(len(document.input_ids) for document in documents)
+def _described(verifier: Verifier) -> dict[str, str]:
+    return {"verifier": verifier.name, "dtype": str(verifier.dtype), "device": str(verifier.device)}
 
 
-def _shards(documents: Sequence[Document], shard_tokens: int) -> list[tuple[int, int]]:
-    """Half-open ranges of documents, each of about `shard_tokens` tokens."""
-    ranges, first, tokens = [], 0, 0
-    for index, document in enumerate(documents):
-        tokens += len(document.input_ids)
-        if tokens >= shard_tokens or index == len(documents) - 1:
-            ranges.append((first, index + 1))
-            first, tokens = index + 1, 0
+def _starts(counts_N: np.ndarray) -> np.ndarray:
+    """int64 [N + 1]: where each document's rows begin, were all documents one after another."""
+    return np.concatenate(([0], np.cumsum(counts_N)))
+
+
+def _shards(lengths: Sequence[int] | np.ndarray, shard_tokens: int) -> list[tuple[int, int]]:
+    """Half-open ranges of documents of these lengths; each ends with the document that fills `shard_tokens`."""
+    starts_N, ranges, first = _starts(np.asarray(lengths, dtype=np.int64)), [], 0
+    while first < len(lengths):
+        full = int(np.searchsorted(starts_N, starts_N[first] + shard_tokens))
+        ranges.append((first, min(max(full, first + 1), len(lengths))))
+        first = ranges[-1][1]
     return ranges
 
 
@@ -181,24 +186,26 @@ class _Writer:
     def __init__(
         self,
         verifier: Verifier,
-        documents: Sequence[Document],
+        documents: Corpus,
         folder: Path,
         index: dict,
         kept: Mapping[str, DocumentStates],
         pieces: Pieces | None,
+        by: dict[str, str],
     ):
         self.verifier, self.documents, self.folder, self.index = verifier, documents, folder, index
-        self.kept, self.pieces = kept, pieces or self._computed
-        self.ranges = _shards(documents, index["shard_tokens"])
+        self.kept, self.pieces, self.by = kept, pieces or self._computed, by
+        self.ranges = _shards(documents.lengths_N, index["shard_tokens"])
 
     def write(self) -> list[dict]:
         self.missing = [number for number in range(len(self.ranges)) if self._entry(number) is None]
         if self.missing:
-            todo = [document for number in self.missing for document in self._documents(number)]
+            todo = self.documents.select(np.concatenate([np.arange(*self.ranges[number]) for number in self.missing]))
             self._plan(todo)
             with progress_bar() as self.bar:
-                self.total, self.begun = _tokens(todo), time.monotonic()
-                self.said, self.task = self.begun, self.bar.add_task("verifier states", total=self.total, rate="")
+                self.total, self.begun = int(todo.lengths_N.sum()), time.monotonic()
+                self.said = self.looked = self.begun
+                self.task = self.bar.add_task("verifier states", total=self.total, rate="")
                 for wait in (0, -1):  # first what nobody works at, then what others have left
                     for number in self.missing:
                         self._share(number, wait)
@@ -222,9 +229,9 @@ class _Writer:
                 f"{error.filename}; choose another with out= or EYRIE_CACHE"
             ) from error
 
-    def _plan(self, todo: Sequence[Document]) -> None:
+    def _plan(self, todo: Corpus) -> None:
         """What it will take. UserError where the disk is too small."""
-        tokens, free = _tokens(todo), shutil.disk_usage(self.folder).free
+        tokens, free = int(todo.lengths_N.sum()), shutil.disk_usage(self.folder).free
         size = bytes_needed(self.verifier, todo, self.index["dtype"])
         log.info(
             f"states: {tokens:,} tokens of {size / tokens:,.0f} bytes, {size / 1e9:.2f} GB in {self.folder}, "
@@ -236,29 +243,35 @@ class _Writer:
                 f"{self.folder}; set EYRIE_CACHE, data.store_dtype=int8, a smaller data.max_tokens, or data.store=false"
             )
 
-    def _estimate(self, todo: Sequence[Document]) -> str:
+    def _estimate(self, todo: Corpus) -> str:
         """The time that it will take, where a look at a thousand tokens of it is cheap."""
-        computed = [document for document in todo if document.ids_hash not in self.kept]
-        if _tokens(computed) < 16 * FORWARD_TOKENS:
+        if self.kept:
+            todo = todo.select([index for index, document in enumerate(todo) if document.ids_hash not in self.kept])
+        tokens = int(todo.lengths_N.sum())
+        if tokens < 16 * FORWARD_TOKENS:
             return ""
-        first = computed[: _shards(computed, FORWARD_TOKENS)[0][1]]
+        first = todo[: _shards(todo.lengths_N, FORWARD_TOKENS)[0][1]]
         begun = time.monotonic()
         for _ in self.pieces(first):
             pass
-        seconds = (time.monotonic() - begun) / _tokens(first) * _tokens(computed)
+        seconds = (time.monotonic() - begun) / int(first.lengths_N.sum()) * tokens
         return f", about {seconds / 60:.1f} min" if seconds >= 60 else f", about {seconds:.0f} s"
 
     def _tell(self) -> None:
-        """How far all processes are."""
-        left = sum(_tokens(self._documents(number)) for number in self.missing if self._entry(number) is None)
+        """How far all processes are; every second or so, for each shard is looked at."""
         now = time.monotonic()
+        if self.looked != self.begun and now - self.looked < min(1, SECONDS_PER_LINE):
+            return
+        self.looked = now
+        self.missing = [number for number in self.missing if self._entry(number) is None]
+        left = sum(int(self._documents(number).lengths_N.sum()) for number in self.missing)
         rate = (self.total - left) / (now - self.begun)
         if left and (self.said == self.begun or now - self.said >= SECONDS_PER_LINE):
             self.said = now
             log.info(f"states: {1 - left / self.total:.0%}, {rate:,.0f} tokens/s, about {left / rate:.0f} s to go")
         self.bar.update(self.task, completed=self.total - left, rate=f"{rate:,.0f} tokens/s")
 
-    def _documents(self, number: int) -> Sequence[Document]:
+    def _documents(self, number: int) -> Corpus:
         return self.documents[slice(*self.ranges[number])]
 
     def _path(self, number: int) -> Path:
@@ -284,7 +297,8 @@ class _Writer:
         with replacing(path) as temporary:
             save_file({name: torch.cat(some).contiguous() for name, some in parts.items()}, temporary)
         entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}
-        write_json(path.with_suffix(".json"), entry | {"documents": len(documents), "tokens": _tokens(documents)})
+        entry |= {"documents": len(documents), "tokens": int(documents.lengths_N.sum()), "computed_by": self.by}
+        write_json(path.with_suffix(".json"), entry)
 
     def _pieces(self, documents: Sequence[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Of the documents in order: those at hand one by one, others as they are computed."""
@@ -298,7 +312,7 @@ class _Writer:
                 yield states.aux_TAD, states.last_TD[row_P], states.top_T[row_P], states.lse_T[row_P]
 
     def _computed(self, documents: Sequence[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        for first, last in _shards(documents, FORWARD_TOKENS):
+        for first, last in _shards([len(document.input_ids) for document in documents], FORWARD_TOKENS):
             states = self.verifier.states(*packed_rows(documents[first:last]))
             yield states.aux_BTAD[0], states.last_PD, states.top_P, states.lse_P
 

@@ -43,9 +43,50 @@ def test_each_document_once_per_epoch(count, budget):
 
 def test_order_follows_seed_and_epoch_alone():
     sizes = lengths(200)
-    assert pack(sizes, 512, 3, 2) == pack(list(sizes), 512, 3, 2)
+    assert list(pack(sizes, 512, 3, 2)) == list(pack(np.array(sizes), 512, 3, 2))
     plans = [pack(sizes, 512, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-    assert len({json.dumps(plan) for plan in plans}) == 4
+    assert len({json.dumps(list(plan)) for plan in plans}) == 4
+
+
+def first_fit(sizes, budget, seed, epoch):
+    """The same in lists of lists, as it was first written: checkpoints of then go on."""
+    rng = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    closed, rows, room = [], [], []
+    for index in rng.permutation(len(sizes)).tolist():
+        if sizes[index] > budget:
+            continue
+        place = next((row for row, free in enumerate(room) if free >= sizes[index]), None)
+        if place is None:
+            if len(rows) == 64:
+                closed.append(rows.pop(0))
+                room.pop(0)
+            rows.append([])
+            room.append(budget)
+            place = len(rows) - 1
+        rows[place].append(index)
+        room[place] -= sizes[index]
+    closed += rows
+    return [closed[row] for row in rng.permutation(len(closed)).tolist()]
+
+
+def deal_plainly(labels, world):
+    filled = [i % len(labels) for i in range(-(-len(labels) // world) * world)]
+    filled.sort(key=labels.__getitem__)
+    return sorted((tuple(filled[i : i + world]) for i in range(0, len(filled), world)), key=min)
+
+
+@pytest.mark.parametrize("count, budget", [(0, 100), (1, 300), (5000, 280), (3000, 2048)])
+def test_the_plan_is_that_of_plain_first_fit(count, budget, monkeypatch):
+    monkeypatch.setattr("data.batches.BLOCK", 999)  # several blocks
+    sizes = lengths(count)
+    for seed, epoch in ((0, 0), (7, 3)):
+        assert list(pack(sizes, budget, seed, epoch)) == first_fit(sizes, budget, seed, epoch)
+
+
+@pytest.mark.parametrize("count, world", [(1, 1), (1, 4), (500, 1), (500, 3), (501, 8)])
+def test_batches_are_dealt_as_they_were(count, world):
+    labels = np.random.default_rng(1).integers(0, 50, count).tolist()  # with many that are equal
+    assert [tuple(step) for step in deal(labels, world).tolist()] == deal_plainly(labels, world)
 
 
 def test_too_long_documents_are_counted():
@@ -72,9 +113,25 @@ def test_resume_is_exact_across_epochs(taken):
 
 def test_resume_with_other_data_is_an_error():
     state = PackedLoader(Indices([5, 6, 7]), 10).state_dict()
-    for other in (PackedLoader(Indices([5, 6, 8]), 10), PackedLoader(Indices([5, 6, 7]), 11)):
-        with pytest.raises(UserError, match="cannot resume the batch order"):
-            other.load_state_dict(state)
+    with pytest.raises(UserError, match="cannot resume the batch order: tokens_per_step was 10, is now 11; use the same"):
+        PackedLoader(Indices([5, 6, 7]), 11).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "files, told",
+    [
+        ({"a": [10, 1], "b": [5, 2]}, "what the verifier wrote is not there any more, or a setting of data= differs;"),
+        ({"a": [10, 9], "b": [2005, 2]}, "a has changed, b had 5 bytes, has 2,005; put back"),
+        ({"a": [10, 1], "c": [5, 2]}, "b is not read any more, c is new; put back what the run was trained on, or begin"),
+        ({name: [5, 1] for name in "cdefg"}, "a is not read any more, b is not read any more, c is new and 4 more;"),
+    ],
+)
+def test_resume_on_changed_files_names_them(files, told):
+    state = PackedLoader(Indices([5, 6, 7]), 10, files={"a": [10, 1], "b": [5, 2]}).state_dict()
+    with pytest.raises(UserError) as error:
+        PackedLoader(Indices([5, 6, 8]), 10, files=files).load_state_dict(json.loads(json.dumps(state)))
+    assert str(error.value).startswith("cannot resume on other documents: " + told) and "\n" not in str(error.value)
+    PackedLoader(Indices([5, 6, 7]), 10, files=files).load_state_dict(state)  # the same documents, from wherever
 
 
 def test_a_checkpoint_of_ranks_that_were_dealt_in_turn_is_refused():
@@ -118,8 +175,8 @@ def test_ranks_of_a_step_get_about_equal_work(world):
 
 
 def test_one_rank_keeps_the_order():
-    assert deal([5, 1, 3], 1) == [(0,), (1,), (2,)]
-    assert deal([5, 1], 4) == [(1, 1, 0, 0)]
+    assert deal([5, 1, 3], 1).tolist() == [[0], [1], [2]]
+    assert deal([5, 1], 4).tolist() == [[1, 1, 0, 0]]
 
 
 def test_packed_rows_number_documents_positions_and_spans():

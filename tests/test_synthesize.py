@@ -16,6 +16,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import DataConf
 from data.clock import Clock, Limits
+from data.convert import tokenize
 from data.generate import Generation
 from data.log import CLOSES, RoundLog
 from data.memory import SHARE, KeptStates
@@ -23,7 +24,7 @@ from data.prepare import prepare
 from data.rows import parse_row
 from data.store import StateStore
 from data.synthesize import _Writer, synthesize
-from data.tokens import prompt_ids, same_text, to_document, tokenize
+from data.tokens import prompt_ids, same_text, to_document
 from models.chat import user_header_ids
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.states import DocumentStates

@@ -1,0 +1,147 @@
+"""Documents written in parts as they are tokenised: a part is whole or absent, and a killed run goes on after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+
+from data.convert import Converter, reasons, refuse
+from data.corpus import SCHEMA, Columns, Corpus
+from data.files import file_hash, only_writer, read_json, replacing, write_json
+from data.progress import progress_bar
+from data.quarantine import Quarantine
+from data.rows import Dialogue
+
+log = logging.getLogger(__name__)
+
+QUARANTINE = "quarantine.jsonl"
+PART_ROWS, PART_TOKENS = 16384, 1 << 22  # a part ends after so many dialogues or tokens
+Read = Callable[[Counter, Quarantine], Iterator[Dialogue]]
+
+
+def tokenized(folder: Path, converter: Converter, read: Read) -> tuple[Corpus, Counter[str]]:
+    """(the corpus in `folder`, what was left out or changed on the way to it), tokenising what is not there yet.
+
+    What was left out is in its quarantine.jsonl.
+
+    read: gives the dialogues, always the same ones in the same order, and takes what counts bad rows. It begins anew
+    in a run that goes on, and is not asked for a corpus that is complete. Damaged parts, and those after them, are
+    made again. Any number of processes may ask: one writes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with only_writer(folder):
+        entries, done = _whole(folder), folder / "complete.json"
+        finished = read_json(done)
+        if finished.get("parts") != len(entries):
+            if finished:
+                log.warning(f"documents: part {len(entries)} of {folder} is damaged and will be made again")
+            done.unlink(missing_ok=True)
+            finished = _write(folder, entries, converter, read)
+            write_json(done, finished)
+    dropped = sum((reasons(entry["dropped"]) for entry in entries), Counter(finished["read"]))
+    corpus = Corpus([_batch(folder / entry["file"]) for entry in entries])
+    if not len(corpus):
+        refuse(dropped, converter.verifier)
+    return corpus, sum((Counter(entry["changed"]) for entry in entries), dropped)
+
+
+def _write(folder: Path, entries: list[dict], converter: Converter, read: Read) -> dict:
+    """The parts that `entries` lacks, which is added to; returns what complete.json is to hold."""
+    kept = {Path(entry["file"]).stem for entry in entries}
+    for left in folder.glob("part-*"):  # damaged, after a damaged one, or half written
+        if left.name.partition(".")[0] not in kept or left.suffix == ".tmp":
+            left.unlink()
+    bad: Counter[str] = Counter()
+    begun, before = time.monotonic(), sum(entry["rows"] for entry in entries)
+    if entries:
+        log.info(f"documents: continuing after {before:,} dialogues in {folder}")
+    with Quarantine(folder / QUARANTINE) as quarantine, progress_bar() as bar:
+        rows, task = read(bad, quarantine), bar.add_task("tokenizing", total=converter.how.max_documents, rate="")
+        for entry in entries:
+            _pass_over(rows, entry["rows"])
+            _remember(converter, _batch(folder / entry["file"]))
+            _note(quarantine, entry["dropped"])
+        while not converter.enough:
+            columns, used = _fill(rows, converter)
+            if not used:
+                break
+            _note(quarantine, converter.dropped)
+            more = {"rows": used, "changed": converter.changed, "dropped": converter.dropped}
+            entries.append(_save(_path(folder, len(entries)), columns, more))
+            converter.changed, converter.dropped = Counter(), []
+            bar.update(task, completed=converter.documents, rate=f"{converter.answer_tokens:,} answer tokens")
+    rows = sum(entry["rows"] for entry in entries)
+    rate = (rows - before) / max(time.monotonic() - begun, 1e-9)
+    log.info(f"documents: {converter.documents:,} of {rows:,} dialogues, {rate:,.0f} dialogues/s, in {folder}")
+    return {"parts": len(entries), "rows": rows, "documents": converter.documents, "read": +bad}
+
+
+def _fill(rows: Iterator[Dialogue], converter: Converter) -> tuple[Columns, int]:
+    """The next part's documents, and how many dialogues they took."""
+    columns, used = Columns(), 0
+    while used < PART_ROWS and columns.tokens < PART_TOKENS and not converter.enough:
+        dialogue = next(rows, None)
+        if dialogue is None:
+            break
+        used += 1
+        documents, question = converter.convert(dialogue)
+        for document in documents:
+            columns.add(document, question)
+    return columns, used
+
+
+def _remember(converter: Converter, batch: pa.RecordBatch) -> None:
+    """As if the converter had made the documents of this part."""
+    corpus = Corpus([batch])
+    converter.documents += len(corpus)
+    converter.answer_tokens += int(corpus.answer_tokens_N.sum())
+    converter.contents.update(corpus.keys_N)
+    converter.questions.update(batch["question"].to_numpy())  # 0 among them, which is nobody's
+
+
+def _pass_over(rows: Iterator[Dialogue], count: int) -> None:
+    passed = sum(1 for _ in islice(rows, count))
+    assert passed == count, f"{count} dialogues were read before, {passed} now"
+
+
+def _note(quarantine: Quarantine, dropped: list) -> None:
+    for place, reason, text in dropped:
+        quarantine.add(place, reason, text)
+
+
+def _save(path: Path, columns: Columns, more: dict) -> dict:
+    """The part, and beside it, afterwards, what tells whether it is whole; returns that."""
+    batch = columns.batch()
+    with replacing(path) as temporary, pa.ipc.new_file(str(temporary), SCHEMA) as writer:
+        writer.write_batch(batch)
+    entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}
+    entry |= {"documents": len(columns), "tokens": columns.tokens} | more
+    write_json(path.with_suffix(".json"), entry)
+    return entry
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.arrow"
+
+
+def _whole(folder: Path) -> list[dict]:
+    """What lies beside the parts, up to the first that is missing or damaged."""
+    entries: list[dict] = []
+    while True:
+        path = _path(folder, len(entries))
+        entry = read_json(path.with_suffix(".json"))
+        if not path.is_file() or path.stat().st_size != entry.get("bytes") or file_hash(path) != entry.get("sha256"):
+            return entries
+        entries.append(entry)
+
+
+def _batch(path: Path) -> pa.RecordBatch:
+    """Views of the mapped file: pages come as they are read, and the file need not stay open."""
+    with pa.memory_map(str(path)) as mapped:
+        return pa.ipc.open_file(mapped).get_batch(0)
