@@ -173,7 +173,8 @@ def choose(logits_BV: Tensor, temperature: float, uniform_B: np.ndarray) -> list
     return token_B1.minimum(last_B1).squeeze(-1).tolist()
 
 
-def _row(request: Request, max_new_tokens: int, temperature: float, stop: frozenset[int], seed: int) -> _Row:
+def settled(request: Request, max_new_tokens: int, temperature: float, stop: frozenset[int]) -> Request:
+    """The request with nothing left open. Raises UserError for one that can't be."""
     if not request.input_ids:
         raise UserError(f"expected a prompt for request {request.id}, found no tokens")
     limit = max_new_tokens if request.max_new_tokens is None else min(max_new_tokens, request.max_new_tokens)
@@ -181,6 +182,12 @@ def _row(request: Request, max_new_tokens: int, temperature: float, stop: frozen
         raise UserError(f"expected at least one new token for request {request.id}, found a limit of {limit}")
     temperature = temperature if request.temperature is None else request.temperature
     stop = stop if request.stop_ids is None else request.stop_ids
+    return replace(request, max_new_tokens=limit, temperature=temperature, stop_ids=stop)
+
+
+def _row(request: Request, max_new_tokens: int, temperature: float, stop: frozenset[int], seed: int) -> _Row:
+    request = settled(request, max_new_tokens, temperature, stop)
+    limit, temperature, stop = request.max_new_tokens, request.temperature, request.stop_ids
     name = int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "little")
     stream = np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), name]))
     return _Row(request, limit, temperature, stop, stream.random(limit if temperature > 0 else 0))

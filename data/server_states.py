@@ -21,12 +21,12 @@ from torch import Tensor
 from conf.errors import UserError
 from data.batches import packed_rows
 from data.documents import Document
+from data.http import address, client_options, models_of, said
 from models.states import label_rows
 from models.verifier import Verifier
 
 BATCH = 32  # documents under way at a time
-CONNECT, ANSWER = 5.0, 600.0  # seconds: to reach the server, and to wait for one document
-HERE = {"localhost", "127.0.0.1", "::1"}
+ANSWER = 600.0  # seconds to wait for one document
 WRITTEN = 60.0  # seconds from the answer until its file must be whole
 TIE = 0.5  # by how much the server's greedy token may lie below ours, in logits
 SAME = {torch.float32: 1e-3}  # relative difference of states, mean over tokens, that rounding explains;
@@ -37,33 +37,19 @@ class ServerStates:
     """`pieces` is what `StateStore.capture` writes. Connects at once; raises UserError, one line, for what is wrong."""
 
     def __init__(self, url: str, verifier: Verifier):
-        self.url, self.verifier = url.rstrip("/").removesuffix("/v1"), verifier
+        self.url, self.verifier = address(url, "server"), verifier
         self.layers = sorted({*verifier.aux_layers, verifier.num_layers})
-        try:
-            address = httpx.URL(self.url)
-            if address.scheme not in ("http", "https") or not address.host:
-                raise httpx.InvalidURL("no host")
-        except httpx.InvalidURL as error:
-            raise UserError(f"expected server=http://HOST:PORT, found {url}") from error
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=httpx.Timeout(ANSWER, connect=CONNECT),
-            trust_env=address.host not in HERE,  # a proxy knows another localhost
-        )
-        listed = self._ask("GET", "/v1/models")
-        try:
-            served = [(row["id"], row.get("max_model_len")) for row in listed["data"]]
-            (self.model, self.longest), *others = served
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"expected a vLLM server at {self.url}, found one whose /v1/models lists none") from error
-        if others:
-            raise UserError(f"expected one model at {self.url}, found {', '.join(str(name) for name, _ in served)}")
+        self._http = httpx.Client(**client_options(self.url, ANSWER))
+        served = models_of(self._ask("GET", "/v1/models"), self.url)
+        if len(served) > 1:
+            raise UserError(f"expected one model at {self.url}, found {', '.join(served)}")
+        [(self.model, self.longest)] = served.items()
         self._checked = False
 
     def pieces(self, documents: Sequence[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """(aux_TAD, last_PD, top_P, lse_P) of the documents in order; before the first, a look at whether they fit."""
         longest = max((len(document.input_ids) for document in documents), default=0)
-        if isinstance(self.longest, int) and longest >= self.longest:
+        if self.longest is not None and longest >= self.longest:
             raise UserError(
                 f"{self.url} takes {self.longest} tokens with the one it writes, and a document has {longest}: start "
                 f"it with --max-model-len {longest + 1}, or set data.max_length={self.longest - 1}"
@@ -185,8 +171,9 @@ class ServerStates:
         try:
             answer = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
-            said = str(error).strip().split("\n")[0] or type(error).__name__
-            raise UserError(f"no answer from {self.url}{path}: {said}; is the server running? Its log says") from error
+            raise UserError(
+                f"no answer from {self.url}{path}: {said(error)}; is the server running? Its log says"
+            ) from error
         if answer.status_code != 200:
             raise UserError(f"{self.url}{path} refused (status {answer.status_code}): {answer.text.strip()[:200]!r}")
         try:
