@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 # Before torch, transformers and wandb are imported, and inherited by the commands that tests start.
 _CACHE = tempfile.TemporaryDirectory(prefix="eyrie-tests-")
@@ -49,6 +50,29 @@ def command(monkeypatch, capsys):
         return code, out.out.strip(), out.err.strip()
 
     return call
+
+
+@pytest.fixture
+def fault(record_property):
+    """fault(injected, shown, kept): a row of the fault table, true if the test passes."""
+
+    def add(injected: str, shown: str, kept: str) -> None:
+        record_property("fault", (injected, shown, kept))
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The fault table of the tests that have run, to the terminal and to the file that FAULT_TABLE names."""
+    path = os.environ.get("FAULT_TABLE")
+    if path is None:
+        return
+    from fault_table import table
+
+    text = table(terminalreporter.stats)
+    terminalreporter.write_line(text)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text + "\n")
 
 
 def pytest_unconfigure():
