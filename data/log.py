@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.parse import json_of
+
 log = logging.getLogger(__name__)
 
 CLOSES = "round_closes"  # the key of a round's last row: {"used": n, "counts": {...}, "sha256": ..}
@@ -53,8 +55,10 @@ class RoundLog:
         for line in stream:
             body += line
             try:
-                rows.append(json.loads(line))
+                rows.append(json_of(line))
             except ValueError:
+                break
+            if not isinstance(rows[-1], dict):
                 break
             if CLOSES not in rows[-1]:
                 continue

@@ -23,6 +23,7 @@ from data.parts import QUARANTINE, tokenized
 from data.quarantine import Quarantine
 from data.regenerate import regenerate
 from data.rows import Dialogue, to_dialogue
+from data.server_answers import served_model, urls_of, who_writes
 from data.sources import read_dialogues, sources_hash, sources_of
 from data.suites import read_suite
 from data.synthesize import synthesize
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4  # of the dialogues' folders; raise it when what the same settings give changes
+FORMAT = 5  # of the dialogues' folders; raise it when what the same settings give changes
 CORPUS_FORMAT = 1  # of the documents' folders inside them
 ANSWERS = ("regenerate", "given")
 
@@ -70,7 +71,7 @@ def prepare(cfg: DataConf, verifier: Verifier, keep_states: bool = False) -> Pre
     settings that cannot work, for files without a usable row, and when fewer than two documents come out.
     """
     how, writes, folder = conversion(cfg), needs_verifier(cfg), dialogues_folder(cfg, verifier)
-    keep_states = keep_states and cfg.minutes is not None and verifier.device.type == "cpu"
+    keep_states = keep_states and cfg.minutes is not None and cfg.server is None and verifier.device.type == "cpu"
     kept = KeptStates(verifier.device) if keep_states else None
     rows = write_dialogues(cfg, verifier, folder, kept) if writes else None
     dropped = Counter() if rows is None else Counter(rows.counts)
@@ -123,10 +124,15 @@ def excluding(cfg: DataConf, prompts: str | Sequence[str]) -> DataConf:
 
 
 def needs_verifier(cfg: DataConf) -> bool:
-    """Whether the verifier has to write anything for these settings; UserError for an unknown `answers`."""
+    """Whether anything has to be written for these settings; UserError where `answers` or `server` can't be."""
     if cfg.answers not in ANSWERS:
         raise UserError(f"expected data.answers to be one of {', '.join(ANSWERS)}, found {cfg.answers!r}")
-    return cfg.path is None or cfg.answers == "regenerate"
+    writes = cfg.path is None or cfg.answers == "regenerate"
+    if cfg.server is not None and not writes:
+        raise UserError("data.answers=given keeps the answers of the file: leave out data.server, which writes them")
+    if cfg.server is not None:
+        urls_of(cfg.server)
+    return writes
 
 
 def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
@@ -142,6 +148,8 @@ def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
     if needs_verifier(cfg):
         # dtype changes near-ties, so the text; batch size, only which dialogues time leaves out.
         settings |= {"sampling": asdict(_sampling(cfg)), "dtype": str(verifier.dtype)}
+        if cfg.server is not None:
+            settings |= {"dtype": None, "server": served_model(urls_of(cfg.server), cfg.server_model)}
     folder = cache_dir("dialogues", key_of(settings)[:16])
     if not (folder / "settings.json").exists():
         path = None if cfg.path is None else [source.given for source in sources_of(cfg.path)]
@@ -164,12 +172,14 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path, kept: KeptS
         if len(rows):
             log.info(f"dialogues: continuing after {len(rows)} in {path}")
         bad: Counter[str] = Counter()
-        if cfg.path is None:
-            rows = synthesize(verifier, path, _sampling(cfg), _limits(cfg), kept)
-        else:
-            with Quarantine(folder / QUARANTINE) as quarantine:
-                dialogues = read_dialogues(sources_of(cfg.path), bad, quarantine)
-                rows = regenerate(verifier, dialogues, path, _sampling(cfg), _limits(cfg))
+        model = read_json(folder / "settings.json").get("server")
+        with who_writes(cfg, verifier, model, _sampling(cfg)) as (write, sampling):
+            if cfg.path is None:
+                rows = synthesize(verifier, path, sampling, _limits(cfg), kept, write)
+            else:
+                with Quarantine(folder / QUARANTINE) as quarantine:
+                    dialogues = read_dialogues(sources_of(cfg.path), bad, quarantine)
+                    rows = regenerate(verifier, dialogues, path, sampling, _limits(cfg), write)
         if not len(rows):
             found = describe(rows.counts + bad) or "nothing was dropped"
             raise UserError(f"expected dialogues from {verifier.name}, none was finished ({found}); raise data.minutes")
