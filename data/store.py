@@ -98,6 +98,11 @@ class StateStore:
         except OSError as error:
             raise UserError(f"expected a folder that can be made at {folder}, found {error.strerror}") from error
         found = read_json(folder / "index.json")
+        if not found and any(folder.glob("states-*.safetensors")):
+            raise UserError(
+                f"expected index.json beside the shards in {folder}, found none that can be read: put it back, or "
+                "remove the folder and capture again"
+            )
         different = [name for name, value in index.items() if found and found.get(name) != value]
         if different:
             raise UserError(f"{folder} holds states of another {different[0]}; choose another folder or remove it")
@@ -109,10 +114,20 @@ class StateStore:
 
     def verify(self) -> None:
         """Read every shard and compare its checksum; UserError naming the first that differs."""
-        for number, shard in enumerate(self.shards):
-            path = self.folder / shard["file"]
-            if not path.is_file() or file_hash(path) != shard["sha256"]:
-                raise UserError(f"shard {number} of {self.folder} is damaged; remove {path.name} and capture again")
+        for number in range(len(self.shards)):
+            self._checked(number)
+
+    def _checked(self, number: int) -> Path:
+        """Where a shard lies; UserError when it is not what was written."""
+        shard = self.shards[number]
+        path = self.folder / shard["file"]
+        if not path.is_file() or file_hash(path) != shard["sha256"]:
+            found = "another sha256 than was written" if path.is_file() else "no file"
+            raise UserError(
+                f"shard {number} of {self.folder} is damaged, found {found}: remove {path.name}, and the same command "
+                "(a run: resume=) computes it again"
+            )
+        return path
 
     def states(self, indices: Sequence[int]) -> VerifierStates:
         """The packed record [B = 1] of these documents, in this order, on the CPU, in the verifier's dtype."""
@@ -147,7 +162,7 @@ class StateStore:
 
     def _shard(self, number: int) -> dict[str, Tensor]:
         if number not in self._open:
-            path = self.folder / self.shards[number]["file"]
+            path = self._checked(number)  # the first look at it: the pass warms the pages that are mapped then
             with safe_open(path, "pt") as stream:  # tensors are views of the mapped file: pages come as they are read
                 self._open[number] = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
         return self._open[number]
