@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from conf.errors import UserError
-from data.documents import Document, Drop, clip, split
+from data.documents import Document, Drop, clip
+from data.readers import CUT
 from data.rows import parse_row
-from data.sources import read_dialogues, read_questions, resolve, sources_hash, sources_of
+from data.sources import read_dialogues, read_questions, sources_hash, sources_of
 
 
 def dialogues(path, counts=None):
@@ -81,7 +82,7 @@ BAD = [
     ({"turns": []}, "turns is not a list"),
     ({"conversations": []}, "conversation is not a list"),
     ({"conversations": ["a"]}, "turn is not an object"),
-    ({"conversations": [{"role": "wizard", "content": "a"}]}, "unknown role wizard"),
+    ({"conversations": [{"role": "wizard", "content": "a"}]}, "unknown role"),
     ({"conversations": [{"role": "assistant", "content": "a"}]}, "does not begin with a user turn"),
     ({"input_ids": [1, 2]}, "input_ids without answer_start"),
     ({"input_ids": [1, 2], "answer_start": 3}, "answer_start outside"),
@@ -120,21 +121,25 @@ def test_gzip_whole_cut_and_false(tmp_path):
     assert len(dialogues(whole)) == 500
     cut, counts = tmp_path / "b.jsonl.gz", Counter()
     cut.write_bytes(gzip.compress(text)[:-400])
-    assert 0 < len(dialogues(cut, counts)) < 500 and counts["compressed file cut short"] == 1
+    assert 0 < len(dialogues(cut, counts)) < 500 and counts[CUT] == 1
     (tmp_path / "c.jsonl.gz").write_bytes(text)
     with pytest.raises(UserError, match="expected gzip data"):
         dialogues(tmp_path / "c.jsonl.gz")
 
 
-def test_resolve_file_list_folder_glob(tmp_path):
+def test_files_lists_folders_globs(tmp_path):
     a, b = write(tmp_path / "a.jsonl", {"prompt": "a"}), write(tmp_path / "b.jsonl", {"prompt": "b"})
-    write(tmp_path / "notes.txt", "no")
-    assert resolve(str(a)) == [a]
-    assert resolve([str(b), str(a), str(b)]) == [b, a]
-    assert resolve(str(tmp_path)) == resolve(str(tmp_path / "*.jsonl")) == [a, b]
-    for missing in ("nowhere.jsonl", "*.csv"):
-        with pytest.raises(UserError, match="found none"):
-            resolve(str(tmp_path / missing))
+    text = write(tmp_path / "notes.txt", "no")
+
+    def files(path):
+        return [file for source in sources_of(path) for file in source.files]
+
+    assert files(str(a)) == files(a) == [a]
+    assert files([str(b), str(a)]) == [b, a]
+    assert files(str(tmp_path)) == files(str(tmp_path / "*.jsonl")) == [a, b]
+    assert files(text) == files(str(tmp_path / "*.txt")) == [text]
+    assert [source.given for source in sources_of([str(b), a])] == [str(b), str(a)]
+    assert files(sources_of(a)) == [a]
 
 
 def test_files_hash_is_of_the_bytes(tmp_path):
@@ -142,19 +147,6 @@ def test_files_hash_is_of_the_bytes(tmp_path):
     assert sources_hash(sources_of(a)) == sources_hash(sources_of(b))
     write(b, {"prompt": "b"})
     assert sources_hash(sources_of(a)) != sources_hash(sources_of(b))
-
-
-def test_split_is_disjoint_and_complete():
-    """speculators #868: 12501 rows, a fifth held out."""
-    documents = [Document(str(i), [1, i % 12001, 2 + i % 7], [(1, 3)]) for i in range(12501)]
-    different = len({document.content_hash for document in documents})
-    for wanted in (2500, 24, 0):
-        train, validation, duplicates = split(documents, wanted)
-        assert len(validation) == min(wanted, different // 5)
-        hashes = [document.content_hash for document in (*train, *validation)]
-        assert len(hashes) == len(set(hashes)) == different and duplicates == len(documents) - different
-    again, _, _ = split(documents[::-1], 2500)
-    assert {d.content_hash for d in again} == {d.content_hash for d in split(documents, 2500)[0]}
 
 
 def test_clip_keeps_what_can_be_supervised():

@@ -1,0 +1,176 @@
+"""Rows of tables: Parquet, Arrow, datasets saved to disk and datasets of the hub, a few hundred of them in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UserError
+from data.documents import Drop
+from data.rows import KEYS, SHAPES
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+log = logging.getLogger(__name__)
+
+BATCH = 256  # rows
+Row = tuple[int, Any, None]
+
+
+def read_parquet(path: Path) -> Iterator[Row]:
+    """Numbered rows, of the known columns alone. Raises UserError, as all readers here, for what can't be read."""
+    import pyarrow.parquet as pq
+
+    with _reading(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        yield from _rows(file.iter_batches(BATCH, columns=_known(file.schema_arrow.names, path)), path)
+
+
+def read_arrow(path: Path) -> Iterator[Row]:
+    """Of an IPC stream, as `datasets` writes them, or an IPC file."""
+    import pyarrow as pa
+
+    with _reading(path), pa.memory_map(str(path)) as stream:
+        if stream.read(6) == b"ARROW1":
+            file = pa.ipc.open_file(stream)
+            batches: Iterable = map(file.get_batch, range(file.num_record_batches))
+        else:
+            stream.seek(0)
+            batches = pa.ipc.open_stream(stream)
+        yield from _rows(batches, path)
+
+
+def read_saved(path: Path, split: str | None) -> Iterator[Row]:
+    """Of a folder that `save_to_disk` wrote."""
+    with _reading(path):
+        yield from _rows(_saved(path, split).with_format("arrow").iter(BATCH), path)
+
+
+def saved_files(path: Path, split: str | None) -> list[Path]:
+    """Its files, in order."""
+    with _reading(path):
+        return [Path(file["filename"]) for file in _saved(path, split).cache_files]
+
+
+def read_hub(path: str, split: str | None, name: str | None, revision: str | None) -> Iterator[Row]:
+    """Of a dataset of the hub, or a folder laid out as there, streamed: nothing is stored, no code of it is run."""
+    with _reading(path):
+        parts = _builder(path, name, revision).as_streaming_dataset()
+        found = parts[_split(split, list(parts), path)]
+        if found.column_names is not None:
+            found = found.select_columns(_known(found.column_names, path))
+        yield from _rows(found.with_format("arrow").iter(BATCH), path)
+
+
+def hub_files(path: str, split: str | None, name: str | None, revision: str | None) -> list[Path]:
+    """Of a folder laid out as on the hub: its files, in order. Of a dataset of the hub: none."""
+    with _reading(path):
+        builder = _builder(path, name, revision)
+        if builder.repo_id is not None:
+            return []
+        files = {str(part): files for part, files in builder.config.data_files.items()}
+        return [Path(file) for file in files[_split(split, list(files), path)]]
+
+
+def hub_commit(path: str, split: str | None, name: str | None, revision: str | None) -> list[str]:
+    """What the rows of a dataset of the hub follow from."""
+    with _reading(path):
+        builder = _builder(path, name, revision)
+        chosen = _split(split, list(builder.as_streaming_dataset()), path)
+        return [builder.repo_id, builder.hash, builder.config.name, chosen]
+
+
+@lru_cache
+def _builder(path: str, name: str | None, revision: str | None) -> datasets.DatasetBuilder:
+    """Asked once, so that hash and rows are of the same commit."""
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs of an error, the error says too
+    try:
+        return datasets.load_dataset_builder(path, name, revision=revision)
+    except DatasetNotFoundError as error:
+        raise UserError(f"no such dataset on the hub, nor file or folder here: {path} ({error}); check it") from None
+    except ConnectionError as error:
+        raise UserError(
+            f"found no file or folder {path} here, and can't ask the hub for a dataset of that name ({error}): "
+            "check the path, or the network"
+        ) from None
+
+
+def _saved(path: Path, split: str | None) -> datasets.Dataset:
+    import datasets
+
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        return found[_split(split, list(found), path)]
+    if split is not None:
+        raise UserError(f"expected a dataset of several splits at {path}, found a single one: leave split={split} out")
+    return found
+
+
+def _split(wanted: str | None, splits: list[str], path: str | Path) -> str:
+    """The one wanted, "train", or the only one."""
+    splits = [str(split) for split in splits]
+    chosen = wanted or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
+    if chosen not in splits:
+        found = "found none named" if wanted is None else f"found split={wanted}"
+        raise UserError(f"expected one of the splits {', '.join(splits)} of {path}, {found}: give data.path.split=NAME")
+    if wanted is None and len(splits) > 1:
+        log.info(f"{path}: split {chosen} of {', '.join(splits)}")
+    return chosen
+
+
+def _known(columns: list[str], path: str | Path) -> list[str]:
+    known = [column for column in columns if column in KEYS]
+    if not known:
+        raise UserError(f"expected rows with {SHAPES} in {path}, found the columns {', '.join(columns)}: rename them")
+    return known
+
+
+def _rows(tables: Iterable[pa.Table | pa.RecordBatch], path: str | Path) -> Iterator[Row]:
+    number = 0
+    for table in tables:
+        table = table.select(_known(table.schema.names, path))
+        for start in range(0, table.num_rows, BATCH):
+            for row in _values(table.slice(start, BATCH)):
+                number += 1
+                yield number, row, None
+
+
+def _values(table: pa.Table | pa.RecordBatch) -> list[dict | Drop]:
+    try:
+        return [{key: _unpadded(value) for key, value in row.items()} for row in table.to_pylist()]
+    except UnicodeDecodeError:
+        if table.num_rows == 1:
+            return [Drop("not UTF-8")]
+        return [value for index in range(table.num_rows) for value in _values(table.slice(index, 1))]
+
+
+def _unpadded(value: Any) -> Any:
+    """Without the nulls that stand in a table for what an object of the row doesn't have; NaN is null too."""
+    if isinstance(value, dict):
+        return {key: _unpadded(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_unpadded(inner) for inner in value]
+    return None if value != value else value
+
+
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    """Turns what the libraries raise, which has no common type, into one line."""
+    import httpx
+    import pyarrow as pa
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, pa.ArrowException, DatasetsError, httpx.HTTPError) as error:
+        raise UserError(f"cannot read {path}, which may be damaged or cut short ({error})") from None
