@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from data.convert import Converter, reasons, refuse
 from data.corpus import SCHEMA, Columns, Corpus
-from data.files import file_hash, only_writer, read_json, replacing, write_json
+from data.files import file_hash, key_of, only_writer, read_json, replacing, write_json
 from data.progress import progress_bar
 from data.quarantine import Quarantine
 from data.rows import Dialogue
@@ -37,13 +37,13 @@ def tokenized(folder: Path, converter: Converter, read: Read) -> tuple[Corpus, C
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         entries, done = _whole(folder), folder / "complete.json"
-        finished = read_json(done)
+        finished = _read_sealed(done)
         if finished.get("parts") != len(entries):
             if finished:
                 log.warning(f"documents: part {len(entries)} of {folder} is damaged and will be made again")
             done.unlink(missing_ok=True)
             finished = _write(folder, entries, converter, read)
-            write_json(done, finished)
+            _write_sealed(done, finished)
     dropped = sum((reasons(entry["dropped"]) for entry in entries), Counter(finished["read"]))
     corpus = Corpus([_batch(folder / entry["file"]) for entry in entries])
     if not len(corpus):
@@ -122,8 +122,19 @@ def _save(path: Path, columns: Columns, more: dict) -> dict:
         writer.write_batch(batch)
     entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}
     entry |= {"documents": len(columns), "tokens": columns.tokens} | more
-    write_json(path.with_suffix(".json"), entry)
+    _write_sealed(path.with_suffix(".json"), entry)
     return entry
+
+
+def _write_sealed(path: Path, values: dict) -> None:
+    write_json(path, values | {"seal": key_of(values)})
+
+
+def _read_sealed(path: Path) -> dict:
+    """What was written; {} when it is absent or damaged."""
+    values = read_json(path)
+    seal = values.pop("seal", None)
+    return values if seal == key_of(values) else {}
 
 
 def _path(folder: Path, number: int) -> Path:
@@ -135,7 +146,7 @@ def _whole(folder: Path) -> list[dict]:
     entries: list[dict] = []
     while True:
         path = _path(folder, len(entries))
-        entry = read_json(path.with_suffix(".json"))
+        entry = _read_sealed(path.with_suffix(".json"))
         if not path.is_file() or path.stat().st_size != entry.get("bytes") or file_hash(path) != entry.get("sha256"):
             return entries
         entries.append(entry)
