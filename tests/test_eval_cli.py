@@ -6,39 +6,23 @@ import subprocess
 import sys
 
 import pytest
-import torch
+from tiny_run import save_run, save_verifier
 
 from eval.command import evaluate_run, load_verifier
 from eval.compare import compare
 from eval.theory.command import run as theory
-from models.export.native import StoredHead, read_head, save_head
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.export.native import read_head
 from models.verifier import Verifier
-from models.vocab import DraftVocab
-from tiny import tiny_model, tiny_tokenizer
 
 
 def shell(module: str, *words: str):
     return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
 
 
-def save_verifier(folder, seed: int):
-    tiny_model(layers=7, hidden=32, seed=seed).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run folder with a head for a verifier in a local folder."""
-    folder = tmp_path_factory.mktemp("run")
-    verifier = Verifier.load(str(save_verifier(folder / "verifier", 0)), dtype="float32", device="cpu")
-    torch.manual_seed(0)
-    vocab = DraftVocab(torch.arange(64), verifier.vocab_size)
-    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
-    save_head(folder / "head", StoredHead.of(Eagle3Head(config, verifier.embedding_VD, vocab), verifier))
-    (folder / "prompts.jsonl").write_text('{"turns": ["What is the capital?"]}\n{"prompt": "Add two numbers."}\n')
-    return folder
+    return save_run(tmp_path_factory.mktemp("run"))
 
 
 def test_evaluates_a_run(run):

@@ -9,10 +9,9 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from conf.cli import Outcome
 from conf.errors import UserError
+from conf.terminal import TextConsole
 from data.files import write_json
 from eval.simulate import chi_square, draft_quality, n_sweep, rollback, tree
 from eval.simulate.finding import verdict
@@ -34,7 +33,7 @@ def run(cfg) -> Outcome:
         raise UserError(f"rounds must be 1 or more, found {cfg.rounds}")
     names = list(SIMULATIONS) if cfg.name == "all" else [cfg.name]
     folder = Path(cfg.out) if cfg.out else Path("outputs", f"simulate-{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    console = Console(stderr=cfg.json)
+    console = TextConsole(stderr=cfg.json)
     values = {}
     for name in names:
         finding = SIMULATIONS[name](cfg)

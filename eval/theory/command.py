@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from conf.cli import Outcome
 from conf.errors import UserError
+from conf.terminal import TextConsole
 from data.files import write_json
 from eval.compare import read_alpha
 from eval.plots import COLOURS, LINE, STAR, new_figure, save_figure
@@ -244,7 +245,7 @@ def run(cfg) -> Outcome:
     shown = [depth_table(draft, values)]
     shown += [tree_table(tree, draft)] if tree else []
     shown += [batch_table(batches)] if batches else []
-    Console(stderr=cfg.json).print(Group(*shown, *remarks(draft, batches, values)))
+    TextConsole(stderr=cfg.json).print(Group(*shown, *remarks(draft, batches, values)))
     if cfg.out is None:
         return Outcome(values=values)
     folder = Path(cfg.out)
