@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from conf.parse import json_of
@@ -79,7 +80,7 @@ class RoundLog:
 
     def __iter__(self) -> Iterator[dict]:
         with self.path.open("rb") as stream:
-            yield from map(json.loads, stream)
+            yield from map(json.loads, islice(stream, self._count))
 
     @property
     def rows(self) -> list[dict]:

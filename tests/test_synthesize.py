@@ -235,7 +235,7 @@ def test_the_whole_dialogue_can_be_supervised(verifier, tmp_path, monkeypatch):
         assert len(ends) == 1 and end - ends[0] in (0, 1), "its end of turn counts when the verifier wrote it"
         finished.add(end - ends[0])
     assert finished == {0, 1}
-    assert whole.validation == answers.validation, "held-out prompts stay prompts"
+    assert list(whole.validation) == list(answers.validation), "held-out prompts stay prompts"
     assert whole.counts["train"]["labels"] > answers.counts["train"]["labels"]
     assert whole.counts["train"]["answer tokens"] == answers.counts["train"]["answer tokens"]
     kept = prepare(replace(settings, minutes=0.11, supervised="dialogue"), verifier, keep_states=True)
