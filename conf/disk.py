@@ -32,8 +32,8 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
     except Exception as error:
         if (found := disk_error(error)) is None:
             raise
-        if found.filename and Path(found.filename).parent != path.parent:
-            raise  # of another file, which it names
+        if found.filename and (found.filename == str(path) or Path(found.filename).parent != path.parent):
+            raise  # it says so already, or is of another file
         named = OSError(found.errno, os.strerror(found.errno), str(path))
         if needed is not None and found.errno in FULL:
             named.add_note(f"about {size(needed)} are needed")

@@ -71,10 +71,8 @@ class DataConf:
     thinking: str = "template"  # of given answers: "template": as it renders them; "strip": without; "drop": leave out
     unique: str = "document"  # "prompt": one dialogue for each first question
     exclude: Any = None  # suites or files whose prompts must not be trained on; null: those of evaluation.prompts
-    server: Any = (
-        None  # OpenAI-compatible server that writes in place of the verifier here: http://HOST:PORT, or several
-    )
-    server_model: str | None = None  # its name there; null: the only one that it serves
+    server: Any = None  # http://HOST:PORT, or a list: OpenAI-compatible servers that write in place of the verifier here
+    server_model: str | None = None  # its name there; null: the only one that they serve
     concurrency: int = 32  # requests under way at each server
     max_documents: int | None = None
     max_tokens: int | None = None  # answer tokens
@@ -202,6 +200,14 @@ class TrainConf(RunConf):
     evaluation: EvaluationConf = field(default_factory=EvaluationConf)
     study: StudyConf = field(default_factory=StudyConf)
     logger: LoggerConf = field(default_factory=LoggerConf)
+
+
+@dataclass
+class ReproduceCommandConf(RunConf):
+    """python -m train.reproduce"""
+
+    file: str | None = None  # RUN/nonfinite/step-N.pt, as the message of a run that stopped names it
+    verifier_source: str | None = None  # null: as in the run's config.yaml
 
 
 @dataclass
@@ -372,6 +378,7 @@ class ExportCommandConf(RunConf):
 
 COMMANDS = {
     "train": TrainConf,
+    "reproduce": ReproduceCommandConf,
     "data": DataCommandConf,
     "eval": EvalCommandConf,
     "stream": StreamCommandConf,

@@ -22,7 +22,8 @@ from models.objectives import Objective
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
 from toy_head import make_head, ttt_loss
-from train.callbacks import Bar, KeepLast, Validate, free_running, graceful, summary, time_left
+from train.callbacks import Bar, Validate, free_running, graceful, summary, time_left
+from train.checkpoints import KeepCheckpoints, newest
 from train.fit import MetricsFile, fit, strategy
 from train.module import HeadModule, StepSettings, batch_seed, check_same
 from train.optim import build_optimizer
@@ -72,13 +73,13 @@ def test_resumes_bitwise_across_an_epoch(verifier, tmp_path, name):
     # The schedule reads max_steps: the first half must know of all 8 steps, and stop by itself at 4.
     first = make(verifier, 8, name=name, noise=0.1)
     first.on_train_batch_end = lambda *_: setattr(first, "stop_wanted", first.global_step >= 3)
-    fit(first, CPU, [KeepLast(tmp_path, 0)], [MetricsFile(tmp_path / "parts")])
+    fit(first, CPU, [KeepCheckpoints(tmp_path, 0)], [MetricsFile(tmp_path / "parts")])
     assert first.global_step == 4
 
     second = make(verifier, 8, name=name, noise=0.1)
     torch.manual_seed(99)
     loggers = [MetricsFile(tmp_path / "parts", resumed_step=4)]
-    fit(second, CPU, [KeepLast(tmp_path, 0)], loggers, checkpoint=tmp_path / "last.ckpt")
+    fit(second, CPU, [KeepCheckpoints(tmp_path, 0)], loggers, checkpoint=newest(tmp_path).path)
     assert second.global_step == 8
     assert second.loader.state_dict()["epoch"] >= 1
     for key, value in parameters(whole).items():
@@ -119,8 +120,8 @@ def test_muon_leaves_the_maps_into_and_out_of_the_layer_to_adamw():
 
 def test_checkpoint_holds_the_head_and_nothing_else(verifier, tmp_path):
     module = make(verifier, 2)
-    fit(module, CPU, [KeepLast(tmp_path, 1)])
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    fit(module, CPU, [KeepCheckpoints(tmp_path, 1)])
+    checkpoint = newest(tmp_path).values
     assert checkpoint["state_dict"].keys() == {f"head.{name}" for name in module.head.state_dict()}
     optimised = {id(p) for group in module.optimizers().param_groups for p in group["params"]}
     assert optimised == {id(p) for p in module.head.parameters()}
@@ -208,7 +209,7 @@ def test_a_clock_ends_the_run(verifier):
 
 def test_a_bad_loss_stops_with_advice_and_keeps_the_last_good_checkpoint(verifier, tmp_path):
     module = make(verifier, 8, log_every=1)
-    keep = KeepLast(tmp_path, 2)
+    keep = KeepCheckpoints(tmp_path, 2)
 
     def spoil(*_):
         if module.global_step == 3:
@@ -218,16 +219,16 @@ def test_a_bad_loss_stops_with_advice_and_keeps_the_last_good_checkpoint(verifie
     module.on_train_batch_end = spoil
     with pytest.raises(UserError, match="lower optim.lr"):
         fit(module, CPU, [keep])
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+    assert newest(tmp_path).step == 2
 
 
 def test_a_signal_ends_the_run_after_the_step(verifier, tmp_path):
     module = make(verifier, 50)
     module.on_train_batch_end = lambda *_: module.global_step == 2 and os.kill(os.getpid(), 2)
     with graceful(module):
-        fit(module, CPU, [KeepLast(tmp_path, 0)])
+        fit(module, CPU, [KeepCheckpoints(tmp_path, 0)])
     assert module.stop_wanted and module.global_step == 3
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    assert newest(tmp_path).step == 3
 
 
 def test_a_bar_without_a_terminal_says_a_line_now_and_then(verifier, caplog):
@@ -259,10 +260,10 @@ def test_ranks_with_other_data_or_vocabulary_are_named():
 
 
 def test_a_checkpoint_of_another_verifier_is_refused(verifier, tmp_path):
-    fit(make(verifier, 1), CPU, [KeepLast(tmp_path, 1)])
+    fit(make(verifier, 1), CPU, [KeepCheckpoints(tmp_path, 1)])
     other = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=1)
     with pytest.raises(UserError, match=f"{verifier.weights_hash[:12]}.*{other.weights_hash[:12]}"):
-        fit(make(other, 2), CPU, [], checkpoint=tmp_path / "last.ckpt")
+        fit(make(other, 2), CPU, [], checkpoint=newest(tmp_path).path)
 
 
 def test_ranks_must_agree_with_lightning(verifier):
@@ -277,7 +278,7 @@ def two_ranks(rank: int, port: int, out: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
     verifier = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
     module = make(verifier, 20, rank=rank, world=2, count=100)
-    fit(module, TrainerConf(accelerator="cpu", devices=2, precision="32-true", strategy="ddp"), [KeepLast(out, 2)])
+    fit(module, TrainerConf(accelerator="cpu", devices=2, precision="32-true", strategy="ddp"), [KeepCheckpoints(out, 2)])
     if rank == 0:
         torch.save(parameters(module), out / "two.pt")
 
@@ -301,7 +302,7 @@ def test_two_ranks_step_as_two_accumulated_batches(verifier, tmp_path):
     for process in ranks:
         process.join(timeout=120)
         assert process.exitcode == 0
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 20
+    assert newest(tmp_path).step == 20
     together = torch.load(tmp_path / "two.pt")
     started = parameters(make(verifier, 20))
     for name, value in parameters(alone).items():

@@ -21,6 +21,7 @@ from models.export import safeai
 from models.export.native import read_head
 from models.verifier import Verifier
 from tiny import tiny_model, tiny_tokenizer
+from train.checkpoints import newest
 from train.main import train
 from train.plan import plan_rows
 
@@ -40,6 +41,7 @@ def words(tmp_path_factory):
         f"verifier.source={folder / 'verifier'}",
         "data=jsonl",
         f"data.path={prompts}",
+        "data.exclude=[]",
         f"evaluation.prompts={prompts}",
         f"output_dir={folder / 'out'}",
         "trainer.accelerator=cpu",
@@ -73,7 +75,7 @@ def test_a_whole_run(words, monkeypatch, capsys):
     assert {"synthesise", "capture", "train", "evaluate"} <= values["seconds"].keys()
     # The exported tensors are the head's, and the head's are the checkpoint's.
     stored, exported = read_head(folder), safeai.read(folder / "export")
-    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    checkpoint = newest(folder / "checkpoints").values["state_dict"]
     for name, tensor in stored.tensors.items():
         assert torch.equal(tensor, exported.tensors[name]) and torch.equal(tensor, checkpoint[f"head.{name}"])
     record = json.loads((folder / "provenance.json").read_text())
@@ -184,7 +186,7 @@ def test_data_first_then_ranks_and_an_interrupted_evaluation(words, monkeypatch,
         os.environ.update(environment)
     assert seen["dtype"] == torch.float64 and seen["gone"]
     folder = next(tmp_path.glob("debug/*"))
-    assert err.splitlines()[-1].endswith(f"measure it with: python -m eval run={folder}")
+    assert err.splitlines()[-1] == f"interrupted; continue with: python -m train resume={folder}"
     assert json.loads((folder / "provenance.json").read_text())["training"]["steps"] == 4
     assert "min at most: of 60 in all, 0.0 are spent, 0 kept for the evaluation" in err
 
@@ -203,7 +205,7 @@ def test_ctrl_c_and_resume(words, monkeypatch, capsys, tmp_path):
     command = [sys.executable, "-m", "train", *words, f"output_dir={tmp_path}", "trainer.max_steps=100000"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("debug/*/checkpoints/last.ckpt")):
+    while not list(tmp_path.glob("debug/*/checkpoints/*.json")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -211,7 +213,7 @@ def test_ctrl_c_and_resume(words, monkeypatch, capsys, tmp_path):
     assert process.returncode == 130, err
     folder = next(tmp_path.glob("debug/*"))
     assert err.splitlines()[-1] == f"interrupted; continue with: python -m train resume={folder}"
-    step = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    step = newest(folder / "checkpoints").step
 
     more = [f"resume={folder}", f"trainer.max_steps={step + 3}", "json=true"]
     code, values, err = run(monkeypatch, capsys, more)

@@ -1,22 +1,21 @@
-"""What happens around the training step: checkpoints, validation in the speculative loop, the progress bar."""
+"""What happens around the training step: validation in the speculative loop, the progress bar, signals."""
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from conf.errors import Terminated
 from eval.alpha import evaluate
 from eval.measure import EvalSettings
 from eval.prompts import Prompt
@@ -26,50 +25,28 @@ from train.module import HeadModule
 log = logging.getLogger(__name__)
 
 
-class KeepLast(pl.Callback):
-    """`last.ckpt`, whole or not at all: every `every` steps, at the end, and when an exception ends the run."""
-
-    def __init__(self, folder: Path, every: int):
-        self.path, self.every, self.saved = folder / "last.ckpt", every, -1
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        if self.every and trainer.global_step % self.every == 0:
-            self.save(trainer)
-
-    def on_train_end(self, trainer, module) -> None:
-        self.save(trainer)
-
-    def on_exception(self, trainer, module, exception) -> None:
-        # Several ranks cannot agree to save while one of them is failing; theirs is the last regular checkpoint.
-        finite = all(bool(p.isfinite().all()) for p in module.head.parameters())
-        if trainer.world_size == 1 and finite:
-            self.save(trainer)
-
-    def save(self, trainer) -> None:
-        if trainer.global_step in (0, self.saved):
-            return
-        part = self.path.with_suffix(".part")
-        trainer.save_checkpoint(part)
-        if trainer.is_global_zero:
-            os.replace(part, self.path)
-        self.saved = trainer.global_step
-
-
 class Validate(pl.Callback):
     """Free-running acceptance on held-out prompts every `every` steps; the head goes back to training after it."""
 
     def __init__(self, prompts: Sequence[Prompt], settings: EvalSettings, every: int):
         self.prompts, self.settings, self.every = list(prompts), settings, every
-        self.done = 0
+
+    def on_train_start(self, trainer, module: HeadModule) -> None:
+        self.look(trainer, module)  # where a run was stopped between a step and its validation
 
     def on_train_batch_end(self, trainer, module: HeadModule, outputs, batch, batch_idx) -> None:
-        step = trainer.global_step
-        if not self.every or step % self.every or step == self.done or not trainer.is_global_zero:
+        self.look(trainer, module)
+
+    def look(self, trainer, module: HeadModule) -> None:
+        step = trainer.global_step  # the same for every micro-batch of the next window
+        if not (self.every and step) or step % self.every or step == module.validated.get("step"):
             return
-        self.done = step
-        values = free_running(module, self.prompts, self.settings)
-        module.metrics |= values
-        module.write(values)
+        values = {}
+        if trainer.is_global_zero:
+            values = free_running(module, self.prompts, self.settings)
+            module.metrics |= values
+            module.write(values)
+        module.validated = {"step": step, **values}
 
 
 def free_running(module: HeadModule, prompts: Sequence[Prompt], settings: EvalSettings) -> dict[str, float]:
@@ -147,22 +124,41 @@ def summary(metrics: dict[str, float]) -> str:
     return ", ".join(parts)
 
 
+class StopOnSignal(pl.Callback):
+    """The first Ctrl-C or SIGTERM ends training after the step at hand; another, a second or more later, at once.
+
+    A second's grace, for a terminal and a launcher may both pass on one Ctrl-C.
+    """
+
+    def __init__(self, module: HeadModule):
+        self.module, self.error, self.told = module, KeyboardInterrupt, 0.0
+
+    def on_train_start(self, trainer, module) -> None:
+        # Lightning has put its own handler of SIGTERM over ours: from inside it ranks broadcast, each at another place.
+        self.install()
+
+    def install(self) -> dict:
+        """Returns the handlers before."""
+        return {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(self, number: int, frame) -> None:
+        if not self.told:
+            self.error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            self.module.stop_wanted, self.told = True, time.monotonic()
+            print("stopping after this step; once more stops at once", file=sys.stderr)
+        elif time.monotonic() - self.told >= 1:
+            raise self.error
+
+
 @contextmanager
-def graceful(module: HeadModule) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends training after the step at hand; a second one ends it at once."""
+def graceful(module: HeadModule) -> Iterator[StopOnSignal]:
+    """Signals stop the training inside; the callback yielded belongs into it."""
+    stop = StopOnSignal(module)
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handler(signum, frame) -> None:
-        if module.stop_wanted:
-            raise KeyboardInterrupt
-        module.stop_wanted = True
-        print("stopping after this step; once more stops at once", file=sys.stderr)
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+        stop.install = dict
+    before = stop.install()
     try:
-        yield
+        yield stop
     finally:
         for number, old in before.items():
             signal.signal(number, old)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conf.errors import UserError
 from conf.schema import HeadConf, TrainConf
-from data.prepare import needs_verifier
+from data.prepare import conversion, needs_verifier
 from data.quantize import STORE_DTYPES
 from data.sources import sources_of
 from eval.command import settings_of
@@ -23,12 +23,14 @@ NAMES = {
     "head.start_lm_head": ("verifier", "random"),
     "data.supervised": ("answers", "dialogue"),
     "optim.name": ("adamw", "muon"),
+    "trainer.nonfinite": ("stop", "skip"),
     "data.store_dtype": ("auto", *STORE_DTYPES),
     "decode.dtype": tuple(DTYPES),
     "verifier.dtype": ("auto", *DTYPES),
 }
 POSITIVE = ("head.ttt_steps", "head.heads", "head.blocks", "head.layers")
-POSITIVE += ("trainer.accumulate", "trainer.tokens_per_step", "trainer.log_every")
+POSITIVE += ("trainer.accumulate", "trainer.tokens_per_step", "trainer.log_every", "trainer.checkpoints")
+POSITIVE += ("data.concurrency",)
 # Settings that not every kind of head has, and whose they are; the budgets' head.ttt_steps is left out.
 EAGLE = ("eagle1", "eagle3")
 OWNERS = {f"objective.{name}": EAGLE for name in ("feature_weight", "survival", "tokens")}
@@ -58,6 +60,7 @@ def check(cfg: TrainConf) -> None:
     check_verifier(cfg)
     check_end(cfg)
     needs_verifier(cfg.data)
+    conversion(cfg.data)
     if cfg.data.path is not None:
         sources_of(cfg.data.path)
     settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
@@ -113,8 +116,8 @@ def check_verifier(cfg: TrainConf) -> None:
 
 
 def check_end(cfg: TrainConf) -> None:
-    """A run must end. The job's own clock counts for a new run alone: a resumed one does not know its start."""
-    ends = [cfg.trainer.max_steps, cfg.trainer.epochs, cfg.trainer.minutes, None if cfg.resume else cfg.minutes]
+    """A run must end."""
+    ends = [cfg.trainer.max_steps, cfg.trainer.epochs, cfg.trainer.minutes, cfg.minutes]
     if not any(ends):
         raise UserError("the run has no end: give trainer.max_steps, trainer.epochs or trainer.minutes, or a budget")
 

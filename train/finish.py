@@ -43,14 +43,10 @@ def finish(cfg: TrainConf, folder: Path, verifier: Verifier | None, record: dict
         values = {"run": str(folder), "head_folder": str(folder / "head"), "export": str(export) if export else None}
         return Outcome(folder / "head", values | {"seconds": ledger.rounded(), "trained": record["training"]})
     with ledger.phase("evaluate"):
-        try:
-            if verifier is None:
-                gc.collect()  # the one in another dtype still hangs in Lightning's circles
-                verifier = load_verifier(cfg, cfg.decode.dtype, record["machine"]["device"])
-            report = measure(cfg, folder, verifier)
-        except KeyboardInterrupt:
-            hint = f"the head is trained and saved; measure it with: python -m eval run={folder}"
-            raise KeyboardInterrupt(hint) from None
+        if verifier is None:
+            gc.collect()  # the one in another dtype still hangs in Lightning's circles
+            verifier = load_verifier(cfg, cfg.decode.dtype, record["machine"]["device"])
+        report = measure(cfg, folder, verifier)
         alpha = report.write(folder / "alpha.json")
     record["seconds"] = ledger.rounded()
     ledgers.write(folder, record)

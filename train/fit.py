@@ -11,18 +11,20 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 
+from conf.disk import sync, writing
 from conf.schema import LoggerConf, TrainerConf
+from data.files import replacing
 from models.loading import native_dtype
+from train.checkpoints import WholeFiles
 from train.module import HeadModule
 
 # Lightning's advice on things that are so on purpose.
 EXPECTED = (
     r".*does not have many workers.*",
     r".*GPU available but not used.*",
-    r".*Experiment logs directory.*exists and is not empty.*",
     r".*`broadcast_buffers` is deprecated.*",  # its successor is not in every torch that we allow
     r".*treespec, LeafSpec.* is deprecated.*",
 )
@@ -50,6 +52,8 @@ def fit(
             max_steps=module.settings.limits.steps or -1,
             max_epochs=-1,
             callbacks=list(callbacks),
+            plugins=[WholeFiles()],
+            deterministic=cfg.deterministic,
             logger=list(loggers),
             default_root_dir=folder,
             enable_checkpointing=False,
@@ -105,24 +109,53 @@ def open_loggers(
         yield [*loggers, WandbLogger(experiment=run)]
 
 
-class MetricsFile(CSVLogger):
-    """`metrics.csv` in the run folder; a resumed run keeps the rows up to its checkpoint."""
+class MetricsFile(Logger):
+    """`metrics.csv` in the run folder, a line for every call; a resumed run keeps the lines up to its checkpoint.
+
+    Lines are appended. The file is written anew, whole or not at all, when a column is new.
+    """
+
+    name = version = ""
 
     def __init__(self, folder: Path, resumed_step: int = 0):
-        super().__init__(folder, name="", version="", flush_logs_every_n_steps=1)
-        self.kept = _rows(folder / "metrics.csv", resumed_step) if resumed_step else []
+        super().__init__()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.csv"
+        self.rows = _rows(self.path, resumed_step) if resumed_step else []
+        self.columns = sorted({name for row in self.rows for name in row})
+        if self.rows:
+            self._write_all()
+        else:
+            self.path.unlink(missing_ok=True)
 
     def log_metrics(self, metrics, step=None) -> None:
-        if self.kept:
-            kept, self.kept = self.kept, []
-            for row in kept:
-                self.experiment.log_metrics(row, row["step"])
-        super().log_metrics(metrics, step)
+        row = {"step": step, **metrics}
+        self.rows.append(row)
+        if new := row.keys() - set(self.columns):
+            self.columns = sorted({*self.columns, *new})
+            self._write_all()
+            return
+        with writing(self.path), self.path.open("a", newline="") as stream:
+            csv.DictWriter(stream, self.columns).writerow(row)
+
+    def log_hyperparams(self, *args, **kwargs) -> None:
+        """They are in config.yaml."""
+
+    def save(self) -> None:
+        if self.path.is_file():
+            sync(self.path)
+
+    def _write_all(self) -> None:
+        with replacing(self.path) as part, part.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, self.columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
 
 
-def _rows(path: Path, last_step: int) -> list[dict]:
+def _rows(path: Path, last_step: int) -> list[dict[str, str]]:
+    """Up to a step, as text; a last line that was cut off is of a later one."""
     if not path.is_file():
         return []
     with path.open(newline="") as stream:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(stream)]
-    return [row | {"step": int(row["step"])} for row in rows if row["step"] <= last_step]
+        rows = [row for row in csv.DictReader(stream) if None not in row and None not in row.values()]
+    return [{name: text for name, text in row.items() if text} for row in rows if int(row["step"]) <= last_step]

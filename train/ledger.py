@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
+import logging
 import os
 import platform
 import subprocess
@@ -13,13 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from conf.schema import TrainConf
+from data.files import write_json
 from data.prepare import Prepared
 from models.export.native import VerifierCard
+from train.checkpoints import Saved
 
+log = logging.getLogger(__name__)
+
+COMPUTE = ("torch", "threads", "device")
 PACKAGES = ("eyrie", "torch", "transformers", "lightning", "safetensors", "hydra-core", "datasets", "numpy")
 
 
@@ -64,15 +70,40 @@ def provenance(cfg: TrainConf, verifier, prepared: Prepared, head, trained: dict
             "cpus": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "device": str(verifier.device),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
         },
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
 
 
 def write(folder: Path, values: dict) -> Path:
-    path = folder / "provenance.json"
-    path.write_text(json.dumps(values, indent=1) + "\n")
+    """Whole or not at all."""
+    write_json(path := folder / "provenance.json", values)
     return path
+
+
+def sessions(saved: Saved | None, device: torch.device, world: int) -> list[dict[str, Any]]:
+    """The processes that have worked at a run, each from a step on, this one last.
+
+    A warning where this one computes otherwise than the one before, so that bits may differ.
+    """
+    before = saved.values.get("history", {}).get("sessions", []) if saved else []
+    own = {
+        "from_step": saved.step if saved else 0,
+        "git": git_commit(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": device_name(device),
+        "ranks": world,
+    }
+    last = before[-1] if before else own
+    if changed := [f"{name} was {last[name]}, is now {own[name]}" for name in COMPUTE if last[name] != own[name]]:
+        log.warning(f"resumed by other means ({'; '.join(changed)}): its last bits may differ from an unbroken run's")
+    return [*before, own]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def git_commit() -> str | None:

@@ -19,7 +19,7 @@ from conf.errors import UserError
 from conf.schema import TrainConf
 from conf.terminal import TextConsole
 from data.batches import OnlineStates, PackedLoader
-from data.prepare import Prepared, prepare
+from data.prepare import Prepared, excluding, prepare
 from data.store import StateStore
 from eval.command import settings_of
 from eval.prompts import document_prompts
@@ -27,11 +27,12 @@ from models.export.native import StoredHead, save_head
 from models.verifier import Verifier
 from train import finish, study
 from train.build import STARTS, build_head, draft_steps, objective_of
-from train.callbacks import Bar, KeepLast, Validate, graceful
+from train.callbacks import Bar, Validate, graceful
+from train.checkpoints import KeepCheckpoints, Saved, begun, best, sole_run
 from train.checks import check
 from train.fit import device_count, fit, open_loggers
-from train.ledger import Ledger, provenance
-from train.module import HeadModule, StepSettings
+from train.ledger import Ledger, provenance, sessions
+from train.module import HeadModule, StepSettings, check_verifier
 from train.plan import plan_rows, show
 from train.resolve import resumed_config, with_defaults, write_config
 from train.schedule import Limits, training_minutes
@@ -43,24 +44,26 @@ VALIDATION_TOKENS = 48  # of each held-out prompt, at most
 
 @dataclass
 class Job:
-    """One run: its settings, its folder, its place among the ranks, and the time it takes."""
+    """One run: its settings, its folder, its place among the ranks, the time it takes, and what it continues."""
 
     cfg: TrainConf
     folder: Path
     rank: int
     world: int
     ledger: Ledger
+    saved: Saved | None = None
 
-    def loggers(self, resumed_step: int):
+    def loggers(self):
         """Context: the loggers of rank 0, none elsewhere."""
         name = f"{self.cfg.name}/{self.folder.name}"
         if self.rank:
             return nullcontext([])
-        return open_loggers(self.cfg.logger, self.folder, name, asdict(self.cfg), resumed_step)
+        step = self.saved.step if self.saved else 0
+        return open_loggers(self.cfg.logger, self.folder, name, asdict(self.cfg), step)
 
     @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoints" / "last.ckpt"
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
 
 @main("train", multirun=True, resolve=with_defaults)
@@ -81,10 +84,27 @@ def train(cfg: TrainConf) -> Outcome | None:
         if cfg.plan:
             remove_empty(folder)
             return Outcome(values={"plan": dict(rows)})
+    with sole_run(job.folder, job.rank):
+        how = f"continue with: python -m train resume={job.folder}"
+        try:
+            return work(job, runs, device)
+        except KeyboardInterrupt as error:
+            raise type(error)(how) from None
+        except OSError as error:
+            error.add_note(how)
+            raise
+
+
+def work(job: Job, runs: list[study.Run], device: torch.device) -> Outcome | None:
+    """From the verifier to the report. Started again after it was stopped anywhere, it does what is not done."""
+    cfg = job.cfg
+    if job.rank == 0:
         write_config(cfg, job.folder)
         study.begin(runs)
     with job.ledger.phase("load"):
         verifier = finish.load_verifier(cfg, cfg.verifier.dtype, device)
+        if job.saved:
+            check_verifier(job.saved.kept.get("verifier"), verifier)
     with job.ledger.phase("synthesise"):
         prepared = prepare(cfg.data, verifier, keep_states=cfg.data.store)
     with job.ledger.phase("capture"):
@@ -106,7 +126,8 @@ def train_head(job: Job, verifier: Verifier, prepared: Prepared, source) -> dict
     with job.ledger.phase("train"):
         run_training(job, module, prepared)
     trained = {"steps": module.global_step, "seconds": round(module.elapsed, 1), "tokens": module.tokens * job.world}
-    trained |= {"ttt_steps": draft_steps(cfg.head), "data_hash": prepared.content_hash}
+    trained |= {"ttt_steps": draft_steps(cfg.head), "data_hash": prepared.content_hash, "skipped": module.skipped}
+    trained |= {"best": best(job.checkpoints), "sessions": module.history["sessions"]}
     if job.rank == 0:
         save_head(job.folder / "head", StoredHead.of(module.head, verifier, trained))
     return provenance(cfg, verifier, prepared, module.head, trained, job.ledger)
@@ -118,8 +139,7 @@ def start(cfg: TrainConf, folder: Path) -> Job:
     if cfg.resume:
         cfg = resumed_config(Path(cfg.resume), list(hydra.overrides.task))
         folder = Path(cfg.resume)
-        if not (cfg.study.arms or (folder / "checkpoints" / "last.ckpt").is_file()):
-            raise UserError(f"expected a checkpoint to resume at {folder / 'checkpoints' / 'last.ckpt'}, found none")
+    cfg.data = excluding(cfg.data, cfg.evaluation.prompts)
     check(cfg)
     rank, world = place(cfg)
     if world > 1 and hydra.mode == RunMode.MULTIRUN:
@@ -128,8 +148,17 @@ def start(cfg: TrainConf, folder: Path) -> Job:
         logging.disable(logging.INFO)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
+    deterministic(cfg.trainer.deterministic)
     pl.seed_everything(cfg.seed, verbose=False)
-    return Job(cfg, folder, rank, world, Ledger())
+    saved = None if cfg.study.arms else begun(folder, resume=bool(cfg.resume))
+    return Job(cfg, folder, rank, world, Ledger(), saved)
+
+
+def deterministic(only: bool) -> None:
+    """Whether torch may use kernels whose bits differ from run to run. cuBLAS reads its part when CUDA starts."""
+    if only:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(only)
 
 
 def place(cfg: TrainConf) -> tuple[int, int]:
@@ -172,25 +201,48 @@ def open_states(cfg: TrainConf, verifier: Verifier, prepared: Prepared) -> State
 def build_module(job: Job, verifier: Verifier, prepared: Prepared, source) -> HeadModule:
     """Head, loader and limits."""
     cfg = job.cfg
-    head = build_head(cfg, verifier, prepared.train, job.checkpoint if cfg.resume else None)
-    loader = PackedLoader(source, cfg.trainer.tokens_per_step, cfg.seed, job.rank, job.world)
+    head = build_head(cfg, verifier, prepared.train, job.saved and job.saved.path)
+    loader = PackedLoader(source, cfg.trainer.tokens_per_step, cfg.seed, job.rank, job.world, prepared.files)
     windows = max(1, len(loader.plan(0)) // cfg.trainer.accumulate)
-    limits = limits_of(cfg, windows, job.ledger.spent / 60)
+    limits = limits_of(job, windows)
     log.info(
         f"training: {len(prepared.train):,} documents, {windows:,} steps an epoch"
         + (f", {limits.steps:,} steps at most" if limits.steps else "")
         + (f"; {loader.dropped} documents longer than trainer.tokens_per_step are left out" if loader.dropped else "")
     )
-    settings = StepSettings(cfg.optim, limits, objective_of(cfg), cfg.trainer.accumulate, cfg.trainer.log_every)
-    return HeadModule(head, verifier, loader, settings, warm=cfg.head.start not in STARTS and not cfg.resume)
+    trainer = cfg.trainer
+    guard = {"nonfinite": trainer.nonfinite, "reproducers": job.folder / "nonfinite"}
+    settings = StepSettings(cfg.optim, limits, objective_of(cfg), trainer.accumulate, trainer.log_every, **guard)
+    module = HeadModule(head, verifier, loader, settings, warm=cfg.head.start not in STARTS and not job.saved)
+    module.history = {"asked": asked(cfg), "limits": asdict(limits)}
+    module.history["sessions"] = sessions(job.saved, verifier.device, job.world)
+    return module
 
 
-def limits_of(cfg: TrainConf, windows: int, spent: float) -> Limits:
-    """The run's end: trainer.max_steps, .epochs (of `windows` steps), and the clocks after `spent` minutes of data."""
+def asked(cfg: TrainConf) -> list[float | None]:
+    """What the settings say of the run's end."""
+    return [cfg.trainer.max_steps, cfg.trainer.epochs, cfg.trainer.minutes]
+
+
+def limits_of(job: Job, windows: int) -> Limits:
+    """The run's end: trainer.max_steps, .epochs (of `windows` steps), and the clocks after the minutes of data.
+
+    A resumed run keeps its ends unless it is given others; then the job's own clock, which began long ago, is out.
+    """
+    cfg, saved, spent = job.cfg, job.saved, job.ledger.spent / 60
+    history = saved.values.get("history", {}) if saved else {}
+    if history.get("asked") == asked(cfg):
+        limits = Limits(**history["limits"])
+        if limits.reached(saved.step, saved.kept["elapsed"]):
+            log.info(f"trained already: {saved.step:,} steps; what comes after it is done again")
+            return Limits(steps=saved.step)
+        return limits
     trainer = cfg.trainer
     by_epochs = max(1, round(trainer.epochs * windows)) if trainer.epochs else None
     steps = min((bound for bound in (trainer.max_steps, by_epochs) if bound), default=None)
-    whole = None if cfg.resume else cfg.minutes
+    whole = None if saved else cfg.minutes
+    if not (steps or trainer.minutes or whole):
+        raise UserError("the resumed run has no end: give trainer.max_steps, trainer.epochs or trainer.minutes")
     limit = training_minutes(trainer.minutes, whole, spent, cfg.evaluation.minutes)
     if whole is not None:
         kept = f"{cfg.evaluation.minutes:g} kept for the evaluation"
@@ -199,31 +251,30 @@ def limits_of(cfg: TrainConf, windows: int, spent: float) -> Limits:
 
 
 def run_training(job: Job, module: HeadModule, prepared: Prepared) -> None:
-    """Fit with checkpoints, validation and bar; Ctrl-C leaves a checkpoint and says how to go on."""
-    cfg, step = job.cfg, 0
-    if cfg.resume:
-        step = torch.load(job.checkpoint, weights_only=True, map_location="cpu")["global_step"]
-    job.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    """Fit with checkpoints, validation and bar; Ctrl-C leaves a checkpoint."""
+    cfg = job.cfg
+    job.checkpoints.mkdir(parents=True, exist_ok=True)
     callbacks: list[pl.Callback] = []
     prompts = document_prompts(prepared.validation, cfg.trainer.validate_prompts or None)
-    if cfg.trainer.validate_every and prompts:
+    validate_every = cfg.trainer.validate_every if prompts else 0
+    if validate_every:
         settings = settings_of(cfg.decode, seed=cfg.seed, temperature=0.0)
         # Short answers: the training clock runs on while the head is looked at.
         settings = replace(settings, baseline=False, max_new_tokens=min(VALIDATION_TOKENS, settings.max_new_tokens))
-        callbacks.append(Validate(prompts, settings, cfg.trainer.validate_every))
-    callbacks.append(KeepLast(job.checkpoint.parent, cfg.trainer.checkpoint_every))
+        callbacks.append(Validate(prompts, settings, validate_every))
+    every, keep = cfg.trainer.checkpoint_every, cfg.trainer.checkpoints
+    callbacks.append(KeepCheckpoints(job.checkpoints, every, keep, validate_every))
     if cfg.trainer.progress:
         callbacks.append(Bar())
-    resume = job.checkpoint if cfg.resume else None
-    with job.loggers(step) as loggers, graceful(module):
+    resume = job.saved and job.saved.path
+    with job.loggers() as loggers, graceful(module) as stop:
         try:
-            fit(module, cfg.trainer, callbacks, loggers, resume, job.folder)
+            fit(module, cfg.trainer, [*callbacks, stop], loggers, resume, job.folder)
         except SystemExit:  # how Lightning ends on a second signal
             if not module.stop_wanted:
                 raise
     if module.stop_wanted:
-        how = f"continue with: python -m train resume={job.folder}"
-        raise KeyboardInterrupt(how if job.checkpoint.is_file() else "before the first step; start it again")
+        raise stop.error
     log.info(f"trained {module.global_step:,} steps in {finish.minutes(module.elapsed)}")
 
 

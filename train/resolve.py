@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from conf.cli import with_budget
 from conf.errors import UserError
 from conf.explain import groups
+from conf.parse import yaml_file
 from conf.schema import TrainConf
 from data.files import replacing
 
@@ -21,20 +22,30 @@ FIXED = ("trainer.tokens_per_step", "trainer.accumulate")
 
 
 def with_defaults(overrides: list[str]) -> list[str]:
-    """Adds `budget=hour` (CPU) or `budget=full` (GPU) where none is named, and a resumed run's folder."""
+    """Adds `budget=hour` (CPU) or `budget=full` (GPU) where none is named, and a resumed run's folder.
+
+    resume=outputs/NAME is the newest run in it.
+    """
     parsed = OverridesParser.create().parse_overrides(overrides)
     resumed = next((item.value() for item in parsed if item.key_or_group == "resume"), None)
     if resumed:
-        folder = Path(str(resumed))
-        if not (folder / CONFIG).is_file():
-            raise UserError(f"expected a run folder with {CONFIG} to resume, found none at {folder}")
-        return [*overrides, f"hydra.run.dir='{folder}'"]
+        folder = run_in(Path(str(resumed)))
+        others = [item.input_line for item in parsed if item.key_or_group != "resume"]
+        return [*others, f"resume='{folder}'", f"hydra.run.dir='{folder}'"]
     return with_budget("train", overrides)
+
+
+def run_in(folder: Path) -> Path:
+    """`folder` itself when it is a run's, else the newest run in it, by the time in its name. UserError without one."""
+    runs = [folder] if (folder / CONFIG).is_file() else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    if not runs:
+        raise UserError(f"expected a run folder with {CONFIG} to resume, found none at {folder}")
+    return runs[-1]
 
 
 def resumed_config(folder: Path, overrides: list[str]) -> TrainConf:
     """The settings that `folder` was started with, and of `overrides` those that a resumed run may change."""
-    stored = OmegaConf.merge(OmegaConf.structured(TrainConf), OmegaConf.load(folder / CONFIG))
+    stored = OmegaConf.merge(OmegaConf.structured(TrainConf), yaml_file(folder / CONFIG))
     kept = []
     for item in OverridesParser.create().parse_overrides(overrides):
         name = item.key_or_group

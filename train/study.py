@@ -28,6 +28,7 @@ from models.verifier import Verifier
 from train import finish
 from train import ledger as ledgers
 from train.build import draft_steps
+from train.checkpoints import begun
 from train.checks import EAGLE, check
 from train.resolve import CONFIG, resumed_config, write_config
 from train.schedule import training_minutes
@@ -107,11 +108,10 @@ def arm_settings(cfg: TrainConf, words: list[str], extra: Sequence[str]) -> Trai
 
 
 def _stored(folder: Path, words: Sequence[str]) -> TrainConf:
-    """The settings that an arm was begun with; `resume` where it left a checkpoint."""
+    """The settings that an arm was begun with."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"expected its settings in {folder / CONFIG}, found none: start the study anew")
-    own = resumed_config(folder, list(words))
-    return own if (folder / "checkpoints" / "last.ckpt").is_file() else replace(own, resume=None)
+    return resumed_config(folder, list(words))
 
 
 def study_rows(cfg: TrainConf) -> list[tuple[str, str]]:
@@ -139,7 +139,7 @@ def train_arms(job: Job, runs: Sequence[Run], train_head: Callable[[Job], dict])
     """Trains every arm that is not finished, the dearest first; returns what the study's provenance.json is to hold.
 
     train_head: trains and saves the head of one job. With study.equal=steps every arm takes the steps of the first,
-    whose clock is its share of the job's minutes. Ctrl-C says how to go on.
+    whose clock is its share of the job's minutes.
     """
     cfg, records, steps = job.cfg, {}, None
     runs = _with_clocks(job, sorted(runs, key=lambda run: -run.cost))
@@ -156,10 +156,8 @@ def train_arms(job: Job, runs: Sequence[Run], train_head: Callable[[Job], dict])
                 begin([replace(run, cfg=own)])
             log.info(f"{run.folder.name}: K = {draft_steps(own.head)}, {' '.join(cfg.study.arms[run.arm])}")
             pl.seed_everything(own.seed, verbose=False)
-            try:
-                records[run.folder.name] = train_head(replace(job, cfg=own, folder=run.folder))
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt(f"continue with: python -m train resume={job.folder}") from None
+            saved = begun(run.folder, resume=bool(own.resume))
+            records[run.folder.name] = train_head(replace(job, cfg=own, folder=run.folder, saved=saved))
             if job.rank == 0:
                 ledgers.write(run.folder, records[run.folder.name])
             gc.collect()  # the arm's optimizer hangs in Lightning's circles
@@ -192,17 +190,13 @@ def finish_study(job: Job, runs: Sequence[Run], verifier: Verifier | None, recor
     """
     cfg, folder, ledger = job.cfg, job.folder, job.ledger
     with ledger.phase("evaluate"):
-        try:
-            if verifier is None:
-                gc.collect()  # the one in another dtype still hangs in Lightning's circles
-                verifier = finish.load_verifier(cfg, cfg.decode.dtype, record["machine"]["device"])
-            prompts = load_prompts(verifier, cfg.evaluation.prompts, cfg.evaluation.limit)
-            settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
-            trained = {run.folder.name: load_head(run.folder, verifier, verifier.dtype) for run in runs}
-            measured = measure_heads(verifier, trained, prompts, settings)
-        except KeyboardInterrupt:
-            hint = f"the heads are trained and saved; measure them with: python -m train resume={folder}"
-            raise KeyboardInterrupt(hint) from None
+        if verifier is None:
+            gc.collect()  # the one in another dtype still hangs in Lightning's circles
+            verifier = finish.load_verifier(cfg, cfg.decode.dtype, record["machine"]["device"])
+        prompts = load_prompts(verifier, cfg.evaluation.prompts, cfg.evaluation.limit)
+        settings = settings_of(cfg.decode, seed=cfg.seed, threads=cfg.threads)
+        trained = {run.folder.name: load_head(run.folder, verifier, verifier.dtype) for run in runs}
+        measured = measure_heads(verifier, trained, prompts, settings)
     record["seconds"] = ledger.rounded()
     ledgers.write(folder, record)
     arm_runs = [
