@@ -19,10 +19,10 @@ from conf.paths import cache_dir
 from conf.schema import DataCommandConf
 from conf.terminal import TextConsole
 from data.clock import answer_tokens
-from data.convert import tokenize
+from data.convert import refuse
 from data.documents import Document, describe, with_prompt
 from data.files import read_json, replacing, write_json
-from data.inspect import show
+from data.inspect import documents_of, show
 from data.log import RoundLog
 from data.prepare import Prepared, dialogues_folder, excluding, prepare, write_dialogues
 from data.server_states import ServerStates
@@ -133,11 +133,13 @@ def capture_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
 
 
 def inspect_task(cfg: DataCommandConf, verifier: Verifier) -> Outcome:
-    """Some documents in colour. A file is shown with the answers that it has; nothing is generated."""
+    """Some documents in colour. Files are shown with the answers that they have; nothing is generated."""
     sources = sources_of(cfg.data.path or _synthetic(cfg, verifier) / "dialogues.jsonl")
     counts: Counter[str] = Counter()
-    found = tokenize(read_dialogues(sources, counts), verifier, cfg.data.max_length, counts)
+    found = documents_of(read_dialogues(sources, counts), verifier, cfg.data, counts)
     documents: list[Document] = list(itertools.islice(found, cfg.limit or 3))
+    if not documents:
+        refuse(counts, verifier)
     if cfg.data.supervised == "dialogue":
         documents = [with_prompt(document) for document in documents]
     show(documents, verifier.tokenizer, verifier.eos_ids, TextConsole(stderr=cfg.json))

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from conf.errors import printable
 from conf.terminal import KEPT
-from data.documents import Document
+from data.convert import Conversion, Converter, reasons
+from data.documents import Document, Drop
+from data.rows import Dialogue
+from data.tokens import prompt_ids
+
+if TYPE_CHECKING:
+    from conf.schema import DataConf
+    from models.verifier import Verifier
 
 PROMPT, FIRST, LABEL, END = "dim", "cyan", "bold green", "bold black on green"
 LEGEND = ((PROMPT, "prompt: no loss"), (FIRST, "first answer token: read, never a label"), (LABEL, "label"))
+
+
+def documents_of(
+    dialogues: Iterable[Dialogue], verifier: Verifier, cfg: DataConf, counts: Counter
+) -> Iterator[Document]:
+    """What tokenising makes of dialogues; of a prompt that nobody has answered, what the verifier would be asked.
+
+    What is left out or changed is counted by reason in `counts` as it is met.
+    """
+    converter = Converter(verifier, Conversion(cfg.max_length, cfg.thinking))
+    for dialogue in dialogues:
+        if dialogue.input_ids is None and dialogue.opening and not dialogue.answered:
+            try:
+                ids = prompt_ids(verifier.tokenizer, dialogue.opening, dialogue.tools)
+                yield Document(dialogue.id, ids, [], dialogue.source)
+            except Drop as drop:
+                counts[str(drop)] += 1
+            continue
+        for documents, _ in converter.convert([dialogue]):
+            counts.update(converter.changed + reasons(converter.dropped))
+            converter.changed.clear()
+            converter.dropped.clear()
+            yield from documents
 
 
 def styles(document: Document, eos_ids: Sequence[int]) -> list[str]:

@@ -57,6 +57,16 @@ class Dialogue:
     tools: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)
 
+    @property
+    def opening(self) -> list[dict[str, Any]]:
+        """Its first question: the first user turn and what stands before it; empty when nobody asks."""
+        asked = next((index for index, message in enumerate(self.messages) if message["role"] == "user"), -1)
+        return self.messages[: asked + 1]
+
+    @property
+    def answered(self) -> bool:
+        return any(message["role"] == "assistant" for message in self.messages)
+
 
 def parse_row(line: str, default_id: str, place: str = "") -> Dialogue:
     """One JSON line as a Dialogue; raises Drop with the reason when it cannot be one."""

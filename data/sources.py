@@ -133,12 +133,11 @@ def read_questions(path: Any, counts: Counter) -> Iterator[Dialogue]:
     `read_dialogues`.
     """
     for dialogue in read_dialogues(sources_of(path), counts):
-        users = [index for index, message in enumerate(dialogue.messages) if message["role"] == "user"]
-        if not users:
+        opening = dialogue.opening
+        if opening:
+            yield replace(dialogue, messages=opening, input_ids=None, spans=None, text=None, prompt_span=None)
+        else:
             counts["no user turn"] += 1
-            continue
-        opening = [m for m in dialogue.messages[: users[0] + 1] if m["role"] != "assistant"]
-        yield replace(dialogue, messages=opening, input_ids=None, spans=None, text=None, prompt_span=None)
 
 
 def _mixed(sources: Sequence[Source], streams: Sequence[Iterator[Dialogue]]) -> Iterator[Dialogue]:

@@ -120,7 +120,9 @@ def _split(wanted: str | None, splits: list[str], path: str | Path) -> str:
     chosen = wanted or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
     if chosen not in splits:
         found = "found none named" if wanted is None else f"found split={wanted}"
-        raise UserError(f"expected one of the splits {', '.join(splits)} of {path}, {found}: give data.path.split=NAME")
+        raise UserError(
+            f"expected one of the splits {', '.join(splits)} of {path}, {found}: {{path: {path}, split: NAME}}"
+        )
     if wanted is None and len(splits) > 1:
         log.info(f"{path}: split {chosen} of {', '.join(splits)}")
     return chosen
