@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from conf.errors import UserError
 from data.documents import Document, Drop, clip, describe
+from data.quarantine import SHOWN
 from data.rows import Dialogue
 from data.tokens import to_documents
 from data.unique import ASKED, SHARED, Exclusion, Seen, document_key, question_key
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from models.verifier import Verifier
 
 UNIQUE = ("document", "prompt")
+WORKERS = min(4, os.cpu_count() or 1)  # of two cores, both; more threads than four wait for Python
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,17 @@ class Conversion:
         return own | {"exclude": None if self.exclude is None else self.exclude.hash}
 
 
+@dataclass
+class _Tried:
+    """A dialogue by itself: what it asks, and its documents or why there are none."""
+
+    texts: list[str]
+    documents: list[Document] = field(default_factory=list)
+    changed: Counter[str] = field(default_factory=Counter)
+    excluded: str = ""
+    refused: str = ""
+
+
 class Converter:
     """Turns dialogues into documents and remembers what it has seen.
 
@@ -56,26 +72,45 @@ class Converter:
         self.contents, self.questions = Seen(), Seen()
 
     @property
-    def enough(self) -> bool:
-        how = self.how
-        documents = how.max_documents is not None and self.documents >= how.max_documents
-        return documents or (how.max_tokens is not None and self.answer_tokens >= how.max_tokens)
+    def wanted(self) -> float:
+        """How many documents more, at most."""
+        if self.how.max_tokens is not None and self.answer_tokens >= self.how.max_tokens:
+            return 0
+        return math.inf if self.how.max_documents is None else max(0, self.how.max_documents - self.documents)
 
-    def convert(self, dialogue: Dialogue) -> tuple[list[Document], int]:
-        """(its documents, possibly none; the key of its question, or 0 where questions need not differ)."""
-        texts, question, kept = _asked(dialogue, self.verifier), 0, []
+    @property
+    def enough(self) -> bool:
+        return self.wanted == 0
+
+    def convert(self, dialogues: Sequence[Dialogue]) -> Iterator[tuple[list[Document], int]]:
+        """For each, (its documents, possibly none; the key of its question, or 0 where questions need not differ).
+
+        Some are tokenised at a time: tokenizers let other threads run meanwhile.
+        """
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for dialogue, tried in zip(dialogues, pool.map(self._try, dialogues), strict=True):
+                yield self._take(dialogue, tried)
+
+    def _try(self, dialogue: Dialogue) -> _Tried:
+        """What needs no look at other dialogues."""
+        tried = _Tried(_asked(dialogue, self.verifier))
+        if self.how.exclude is not None and (reason := self.how.exclude.reason(tried.texts)):
+            tried.excluded = reason
+            return tried
         try:
-            if self.how.exclude is not None and (reason := self.how.exclude.reason(texts)):
-                raise Drop(reason)
-            if self.how.unique == "prompt":
-                question = question_key(texts[0])
-                if question in self.questions:
-                    raise Drop("duplicate prompt")
-            found = to_documents(dialogue, self.verifier, self.how.thinking, self.changed)
+            tried.documents = to_documents(dialogue, self.verifier, self.how.thinking, tried.changed)
         except Drop as drop:
-            self._drop(dialogue, texts, str(drop))
-            return [], question
-        for whole in found:
+            tried.refused = str(drop)
+        return tried
+
+    def _take(self, dialogue: Dialogue, tried: _Tried) -> tuple[list[Document], int]:
+        question, kept = question_key(tried.texts[0]) if self.how.unique == "prompt" else 0, []
+        repeated = "duplicate prompt" if question and question in self.questions else ""
+        if reason := tried.excluded or repeated or tried.refused:
+            self._drop(dialogue, tried, reason)
+            return kept, question
+        self.changed += tried.changed
+        for whole in tried.documents:
             if self.enough:
                 break
             try:
@@ -83,7 +118,7 @@ class Converter:
                 if document_key(document) in self.contents:
                     raise Drop("duplicate document")
             except Drop as drop:
-                self._drop(dialogue, texts, str(drop))
+                self._drop(dialogue, tried, str(drop))
                 continue
             self._keep(document, whole)
             kept.append(document)
@@ -101,8 +136,8 @@ class Converter:
             self.changed[what] += 1
             self.changed["answer tokens beyond max_length"] += whole.answer_tokens - document.answer_tokens
 
-    def _drop(self, dialogue: Dialogue, texts: list[str], reason: str) -> None:
-        self.dropped.append((dialogue.place or dialogue.id, reason, texts[0][:200]))
+    def _drop(self, dialogue: Dialogue, tried: _Tried, reason: str) -> None:
+        self.dropped.append((dialogue.place or dialogue.id, reason, tried.texts[0][:SHOWN]))
 
 
 def tokenize(
@@ -114,7 +149,8 @@ def tokenize(
     """
     converter = Converter(verifier, Conversion(max_length, thinking))
     for dialogue in dialogues:
-        yield from converter.convert(dialogue)[0]
+        for documents, _ in converter.convert([dialogue]):
+            yield from documents
     dropped = reasons(converter.dropped)
     counts.update(converter.changed + dropped)
     if not converter.documents:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 QUARANTINE = "quarantine.jsonl"
 PART_ROWS, PART_TOKENS = 16384, 1 << 22  # a part ends after so many dialogues or tokens
+TOGETHER = 256  # dialogues that are tokenised at a time; so many may be read beyond a limit of tokens
 Read = Callable[[Counter, Quarantine], Iterator[Dialogue]]
 
 
@@ -85,14 +86,17 @@ def _write(folder: Path, entries: list[dict], converter: Converter, read: Read) 
 def _fill(rows: Iterator[Dialogue], converter: Converter) -> tuple[Columns, int]:
     """The next part's documents, and how many dialogues they took."""
     columns, used = Columns(), 0
-    while used < PART_ROWS and columns.tokens < PART_TOKENS and not converter.enough:
-        dialogue = next(rows, None)
-        if dialogue is None:
+    while used < PART_ROWS and columns.tokens < PART_TOKENS:
+        wanted = min(TOGETHER, PART_ROWS - used, converter.wanted)
+        some = list(islice(rows, wanted))
+        for documents, question in converter.convert(some):
+            used += 1
+            for document in documents:
+                columns.add(document, question)
+            if converter.enough:
+                return columns, used
+        if len(some) < wanted:
             break
-        used += 1
-        documents, question = converter.convert(dialogue)
-        for document in documents:
-            columns.add(document, question)
     return columns, used
 
 

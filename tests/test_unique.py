@@ -10,8 +10,10 @@ import data.unique
 from conf.errors import UserError
 from conf.schema import DataConf
 from data.convert import Conversion, Converter
+from data.documents import clip
 from data.prepare import conversion, excluding, prepare
 from data.rows import Dialogue
+from data.tokens import to_documents
 from data.unique import ASKED, RUN, SHARED, Exclusion, Seen, question_key
 from tiny import tiny_tokenizer, tiny_verifier
 from tiny_writer import turns
@@ -77,8 +79,8 @@ def test_one_dialogue_for_each_first_question():
         turns("And now?", "Five."),
         turns("How many?", "Three."),
     ]
-    kept = [index for index, row in enumerate(rows) if made.convert(Dialogue(str(index), "", row))[0]]
-    assert kept == [1, 3]
+    found = made.convert([Dialogue(str(index), "", row) for index, row in enumerate(rows)])
+    assert [index for index, (documents, _) in enumerate(found) if documents] == [1, 3]
     assert [(place, reason) for place, reason, _ in made.dropped] == [
         ("0", "end-of-turn token inside an answer"),
         ("2", "duplicate prompt"),
@@ -98,8 +100,8 @@ def test_questions_are_found_in_every_kind_of_row():
         "an answer may say it": Dialogue("d", "", turns("Hello", LONG)),
         "and so in ids": Dialogue("e", "", [], input_ids=[5, *said], spans=[(1, len(said) + 1)]),
     }
-    kept = {name for name, row in rows.items() if made.convert(row)[0]}
-    assert kept == {"an answer may say it", "and so in ids"}
+    found = zip(rows, made.convert(list(rows.values())), strict=True)
+    assert {name for name, (documents, _) in found if documents} == {"an answer may say it", "and so in ids"}
     assert [reason for _, reason, _ in made.dropped] == [ASKED, SHARED, SHARED]
 
 
@@ -146,3 +148,13 @@ def test_given_rows_are_left_out_counted_and_kept_for_people(tmp_path, monkeypat
     assert everything.counts["dropped"] == {"malformed JSON": 1, "duplicate prompt": 2}
     assert len({some.folder for some in (first, by_prompt, everything)}) == 3
     assert len({some.folder.parent for some in (first, by_prompt, everything)}) == 1, "the same dialogues"
+
+
+def test_threads_change_nothing():
+    """Against one dialogue after another, by the plain function."""
+    made, rng = converter(), np.random.default_rng(0)
+    texts = [f"{'what is a ' * int(rng.integers(1, 30))}{i}" for i in range(200)]
+    rows = [Dialogue(str(i), "", turns(text, text[::-1], "And?", text)) for i, text in enumerate(texts)]
+    wanted = [[clip(document, 256)] for row in rows for document in to_documents(row, made.verifier)]
+    assert [documents for documents, _ in made.convert(rows)] == wanted
+    assert made.documents == 200 and made.answer_tokens == sum(d.answer_tokens for (d,) in wanted)
