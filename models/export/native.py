@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from conf.disk import sync, writing
 from conf.errors import UserError
 from conf.parse import json_file
 from models import heads
@@ -108,12 +109,16 @@ def save_head(folder: Path | str, stored: StoredHead) -> Path:
 @contextmanager
 def whole(*paths: Path) -> Iterator[list[Path]]:
     """Yields places to write; what was written there becomes `paths` at the end, in their order, and nothing does
-    after an error."""
+    after an error. OSError that names the first of them when the disk is full or refuses."""
     parts = [path.with_name(f".{path.name}.part") for path in paths]
     try:
-        yield parts
-        for part, path in zip(parts, paths, strict=True):
-            part.replace(path)
+        with writing(paths[0]):
+            yield parts
+            for part in parts:
+                sync(part)
+            for part, path in zip(parts, paths, strict=True):
+                part.replace(path)
+            sync(paths[0].parent)
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
