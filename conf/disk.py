@@ -44,7 +44,7 @@ def advice(error: OSError) -> str:
     """One line: what could not be done where, and what to do."""
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if error.errno not in FULL:
-        return f"no permission for {error.filename} ({error.strerror}): choose a folder that can be written{notes}"
+        return f"no permission for {error.filename} ({error.strerror}): permit it, or choose another place{notes}"
     free = f", {size(room)} are free there" if (room := _room(error.filename)) is not None else ""
     return f"the disk is full at {error.filename} ({error.strerror}{free}): make room, then go on{notes}"
 
