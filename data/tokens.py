@@ -18,7 +18,7 @@ from data.documents import Document, Drop
 from data.prefixes import Prefixes
 from data.rows import Dialogue
 from data.thinking import CLOSE, settled
-from data.turns import Turn, frame, rendered, turns_of, turns_of_text
+from data.turns import Turn, rendered, trail_ids, turns_of, turns_of_text
 from models.chat import encode, thinking_switch
 from models.vocab import DraftVocab, draft_vocab_size
 
@@ -103,8 +103,7 @@ Part = tuple[list[int], list[tuple[int, int]]]  # ids, and the spans of answers 
 def _from_messages(dialogue: Dialogue, verifier: Verifier, thinking: str, counts: Counter) -> list[Part]:
     tokenizer = verifier.tokenizer
     turns = turns_of(tokenizer, settled(dialogue.messages, thinking), dialogue.tools)
-    _, trail = frame(tokenizer)
-    after = tuple(token for token in encode(tokenizer, trail) if token in verifier.eos_ids)[1:]
+    after = tuple(token for token in trail_ids(tokenizer) if token in verifier.eos_ids)[1:]
 
     def end_of(answer: list[int]) -> int:
         ends = [index for index, token in enumerate(answer) if token in verifier.eos_ids]
@@ -153,13 +152,13 @@ def _parts(tokenizer, turns: Sequence[Turn], end_of: Callable[[list[int]], int],
 def _apart(tokenizer, asked: list[int], answer: str, whole: list[int]) -> list[int]:
     """Ids of an answer after its prompt's, where the tokenizer would merge across the border; raises Drop.
 
-    Standing alone it might be given a space that is not there (SentencePiece): it is tried after a special token too.
+    Standing alone it may be given a space that is not there (SentencePiece): it is tried after other texts too.
     """
-    special = tokenizer.eos_token or ""
-    for before in dict.fromkeys(("", special)):
-        ids = encode(tokenizer, before + answer)[len(encode(tokenizer, before)) :]
-        if same_text(tokenizer, asked + ids, whole):
-            return ids
+    for before in ("", tokenizer.eos_token or "", "\n"):
+        alone = encode(tokenizer, before)
+        ids = encode(tokenizer, before + answer)
+        if ids[: len(alone)] == alone and same_text(tokenizer, asked + ids[len(alone) :], whole):
+            return ids[len(alone) :]
     raise Drop("tokenizer cannot write the answer apart from its prompt")
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from conf.errors import UserError
 from data.documents import Drop
 from data.thinking import CLOSE, OPEN, spoken, thought
-from models.chat import SENTINEL, answer_frame, render_text, template_text, thinking_switch, user_closing
+from models.chat import SENTINEL, answer_frame, encode, render_text, template_text, thinking_switch, user_closing
 
 Turn = tuple[str, str]  # what the verifier is served; that with the answer and all that the template writes after it
 
@@ -58,7 +58,7 @@ def _as_generated(tokenizer, prompt: str, whole: str, answer: dict) -> str:
     So with templates that cut an answer's thinking even while it is the last one (DeepSeek-R1), and with those that
     write the system prompt into the last turn if that is a user's (Mistral).
     """
-    lead, trail = frame(tokenizer)
+    lead, trail, _ = _frame(tokenizer, template_text(tokenizer))
     speech, thinking = spoken(answer), thought(answer)
     if answer.get("tool_calls") or not whole.removesuffix(trail).rstrip().endswith(speech.strip()):
         raise Drop("template does not write the answer after its prompt")
@@ -96,7 +96,7 @@ def turns_of_text(tokenizer, text: str, ends: Sequence[str]) -> list[Turn]:
     with an answer's header in it is no answer. One that imitates the end of its own turn as well is: nothing in such
     text tells that apart; give conversations where users may do that.
     """
-    closing, bos = _closing(tokenizer)
+    closing, bos = _closing(tokenizer, template_text(tokenizer))
     if bos:  # exactly once
         while text.startswith(bos):
             text = text.removeprefix(bos)
@@ -111,23 +111,21 @@ def turns_of_text(tokenizer, text: str, ends: Sequence[str]) -> list[Turn]:
     return turns
 
 
-def frame(tokenizer) -> tuple[str, str]:
-    """`models.chat.answer_frame`, looked up once."""
-    return _frame(tokenizer, template_text(tokenizer))
+def trail_ids(tokenizer) -> tuple[int, ...]:
+    """Ids of what the template writes after the content of the last answer."""
+    return _frame(tokenizer, template_text(tokenizer))[2]
 
 
 @lru_cache(maxsize=16)
-def _frame(tokenizer, template: str) -> tuple[str, str]:
-    return answer_frame(tokenizer)
-
-
-def _closing(tokenizer) -> tuple[str, str]:
-    return _closing_of(tokenizer, template_text(tokenizer))
+def _frame(tokenizer, template: str) -> tuple[str, str, tuple[int, ...]]:
+    """`models.chat.answer_frame`, looked up once, and the ids of its second part."""
+    lead, trail = answer_frame(tokenizer)
+    return lead, trail, tuple(encode(tokenizer, trail))
 
 
 @lru_cache(maxsize=16)
-def _closing_of(tokenizer, template: str) -> tuple[str, str]:
-    """(what is written between a user's text and an answer, the text's first token where every text begins with it)."""
+def _closing(tokenizer, template: str) -> tuple[str, str]:
+    """(what is written between a user's text and an answer, the token that every text begins with or "")."""
     bos = tokenizer.bos_token or ""
     text = render_text(tokenizer, [{"role": "user", "content": SENTINEL}], True)
     return user_closing(tokenizer), bos if text.startswith(bos) else ""

@@ -107,7 +107,7 @@ def test_preformatted_text(verifier):
     foreign = (
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHi"
     )
-    with pytest.raises(UserError, match="without this template's answer header '<.im_start.>assistant"):
+    with pytest.raises(UserError, match="what this template writes before an answer '<.im_end.>"):
         list(tokenize([Dialogue("a", "s", [], text=foreign)], verifier, 512, Counter()))
 
 

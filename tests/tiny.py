@@ -3,10 +3,11 @@
 verifier = tiny_verifier("llama", layers=8, hidden=64, vocab=512, seed=0)
 """
 
+import json
 from functools import lru_cache
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from models.verifier import Verifier
@@ -65,6 +66,36 @@ def tiny_tokenizer(
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+@lru_cache
+def _pieces() -> tuple[tuple[str, float], ...]:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=160, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator([*CORPUS, "INST [INST] [/INST]"], trainer)
+    return tuple(
+        (piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"] if piece != "<unk>"
+    )
+
+
+def tiny_pieces(template: str, special: tuple[str, ...], prepend: str) -> PreTrainedTokenizerFast:
+    """Unigram over pieces with "▁" for spaces, and bytes for what no piece has.
+
+    prepend: "always", a space goes before every stretch of text; "first", before a text that begins with none.
+    special: unknown, beginning and end first.
+    """
+    space = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    pieces = [*((token, 0.0) for token in special), *((f"<0x{byte:02X}>", -20.0) for byte in range(256)), *_pieces()]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = space
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    unknown, bos, eos = special[:3]
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown, bos_token=bos, eos_token=eos)
+    found.chat_template = template
+    return found
 
 
 def tiny_model(family="llama", layers=8, hidden=64, vocab=512, seed=0, dtype=torch.float32, **config):
