@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from tiny_run import save_run, save_verifier
 
 from eval.command import evaluate_run, load_verifier
 from eval.compare import compare
 from eval.theory.command import run as theory
 from models.export.native import read_head
 from models.verifier import Verifier
+from tiny_run import save_run, save_verifier
 
 
 def shell(module: str, *words: str):
