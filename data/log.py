@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from conf.disk import writing
 from conf.parse import json_of
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class RoundLog:
         rows[-1] = rows[-1] | {CLOSES: closes | {"sha256": ""}}
         body = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode().removesuffix(END)
         closes["sha256"] = self._seal_of(body)
-        with self.path.open("ab") as stream:
+        with writing(self.path), self.path.open("ab") as stream:
             stream.write(body + closes["sha256"].encode() + END)
             stream.flush()
             os.fsync(stream.fileno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
+from data.files import replacing
 from eval.counts import Counts, bootstrap_tau, pool, ratio, repeated_tokens, wilson
 from eval.measure import (
     TIE,
@@ -112,9 +112,8 @@ class AlphaReport:
     def write(self, path: Path) -> Path:
         """Writes alpha.json whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        os.replace(part, path)
+        with replacing(path) as part:
+            part.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         return path
 
 
