@@ -21,7 +21,7 @@ from data.rows import Dialogue
 log = logging.getLogger(__name__)
 
 QUARANTINE = "quarantine.jsonl"
-PART_ROWS, PART_TOKENS = 16384, 1 << 22  # a part ends after so many dialogues or tokens
+PART_ROWS, PART_TOKENS = 4096, 1 << 22  # a part ends after so many dialogues or tokens
 TOGETHER = 256  # dialogues that are tokenised at a time; so many may be read beyond a limit of tokens
 Read = Callable[[Counter, Quarantine], Iterator[Dialogue]]
 
