@@ -148,12 +148,12 @@ def given(site: Site, rows: int = 300, words: int = 220) -> list[str]:
 
 
 def test_kills_while_documents_are_tokenised(cold, fault):
-    words = given(cold, rows=4000, words=20)
+    words = given(cold, rows=12000, words=20)  # three parts
     whole, again, count = whole_and_often_killed(cold, random.Random(6), "data", "task=tokenize", *words)
     assert (cold.folder / "again.jsonl").read_bytes() == (cold.folder / "whole.jsonl").read_bytes()
     assert again.values["content_hash"] == whole.values["content_hash"]
     fault(
-        f"kill -9 at {count} random moments of tokenising 4,000 dialogues",
+        f"kill -9 at {count} random moments of tokenising 12,000 dialogues",
         "nothing, exit -9; the same command goes on",
         "nothing: documents bitwise the same, nothing half written left behind",
     )
