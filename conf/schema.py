@@ -68,7 +68,7 @@ class DataConf:
     path: Any = None
     answers: str = "regenerate"  # "regenerate": the verifier answers; "given": keep the file's answers
     supervised: str = "answers"  # "dialogue": prompts too, where the verifier wrote them
-    thinking: str = "template"  # of given answers: "template": as it renders them; "strip": without; "drop": leave out
+    thinking: str = "template"  # in answers: "template": as it writes them; "strip": without it; "drop": leave them out
     unique: str = "document"  # "prompt": one dialogue for each first question
     exclude: Any = None  # suites or files whose prompts must not be trained on; null: those of evaluation.prompts
     server: Any = None  # http://HOST:PORT, or a list: OpenAI-compatible servers that write in place of the verifier here

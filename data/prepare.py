@@ -27,6 +27,7 @@ from data.server_answers import served_model, urls_of, who_writes
 from data.sources import read_dialogues, sources_hash, sources_of
 from data.suites import read_suite
 from data.synthesize import synthesize
+from data.thinking import require_policy
 from data.unique import Exclusion
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def conversion(cfg: DataConf) -> Conversion:
     """
     if cfg.unique not in UNIQUE:
         raise UserError(f"expected data.unique to be one of {', '.join(UNIQUE)}, found {cfg.unique!r}")
+    require_policy(cfg.thinking)
     names = [cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or []
     asked = [row["messages"][-1]["content"] for name in names for row in read_suite(name)]
     exclude = Exclusion(asked) if asked else None
