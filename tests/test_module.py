@@ -9,86 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from toy_training import CPU, documents, make, parameters
 
 from conf.errors import UserError
 from conf.schema import OptimConf, TrainerConf
-from data.batches import OnlineStates, PackedLoader
-from data.documents import Document
 from eval.measure import EvalSettings
 from eval.prompts import document_prompts
 from eval.speculative.shapes import FixedTree
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
-from models.objectives import Objective
-from models.vocab import DraftVocab
 from tiny import tiny_verifier
 from toy_head import make_head, ttt_loss
 from train.callbacks import Bar, Validate, free_running, graceful, summary, time_left
 from train.checkpoints import KeepCheckpoints, newest
 from train.fit import MetricsFile, fit, strategy
-from train.module import HeadModule, StepSettings, batch_seed, check_same
+from train.module import batch_seed, check_same
 from train.optim import build_optimizer
-from train.schedule import Limits
-
-CPU = TrainerConf(accelerator="cpu", devices=1, precision="32-true")
 
 
 @pytest.fixture(scope="module")
 def verifier():
     return tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
-
-
-def documents(count=7):
-    """Prompts of 4 tokens and answers of 5 to 12."""
-    numbers = torch.Generator().manual_seed(1)
-    lengths = [9 + index % 8 for index in range(count)]
-    ids = [torch.randint(3, 300, (length,), generator=numbers).tolist() for length in lengths]
-    return [Document(str(i), row, [(4, len(row))]) for i, row in enumerate(ids)]
-
-
-def make(
-    verifier, steps=None, seconds=None, accumulate=1, name="adamw", tokens=32, rank=0, world=1, log_every=2, count=7,
-    noise=0.0,
-):  # fmt: skip
-    torch.manual_seed(5)
-    vocab = DraftVocab(torch.arange(0, 300, 3), 300)
-    config = Eagle3Config.from_verifier(verifier.head_geometry, verifier.aux_layers, len(vocab))
-    head = Eagle3Head(config, verifier.embedding_VD, vocab)
-    loader = PackedLoader(OnlineStates(verifier, documents(count)), tokens, seed=3, rank=rank, world=world)
-    limits = Limits(steps, seconds)
-    settings = StepSettings(OptimConf(name=name), limits, Objective(steps=3, noise=noise), accumulate, log_every)
-    return HeadModule(head, verifier, loader, settings)
-
-
-def parameters(module):
-    return {name: p.detach().clone() for name, p in module.head.named_parameters()}
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_resumes_bitwise_across_an_epoch(verifier, tmp_path, name):
-    """8 steps equal 4, a new process's objects, and 4 more; an epoch has 3 or 4 windows, so borders are crossed."""
-    whole = make(verifier, 8, name=name, noise=0.1)
-    assert len(whole.loader.plan(0)) < 4
-    fit(whole, CPU, [], [MetricsFile(tmp_path / "whole")])
-
-    # The schedule reads max_steps: the first half must know of all 8 steps, and stop by itself at 4.
-    first = make(verifier, 8, name=name, noise=0.1)
-    first.on_train_batch_end = lambda *_: setattr(first, "stop_wanted", first.global_step >= 3)
-    fit(first, CPU, [KeepCheckpoints(tmp_path, 0)], [MetricsFile(tmp_path / "parts")])
-    assert first.global_step == 4
-
-    second = make(verifier, 8, name=name, noise=0.1)
-    torch.manual_seed(99)
-    loggers = [MetricsFile(tmp_path / "parts", resumed_step=4)]
-    fit(second, CPU, [KeepCheckpoints(tmp_path, 0)], loggers, checkpoint=newest(tmp_path).path)
-    assert second.global_step == 8
-    assert second.loader.state_dict()["epoch"] >= 1
-    for key, value in parameters(whole).items():
-        assert torch.equal(value, parameters(second)[key]), key
-    columns = [(tmp_path / part / "metrics.csv").read_text().splitlines() for part in ("whole", "parts")]
-    names = columns[0][0].split(",")
-    steady = [i for i, column in enumerate(names) if "second" not in column]
-    rows = [[[row.split(",")[i] for i in steady] for row in lines] for lines in columns]
-    assert rows[0] == rows[1] and len(rows[0]) == 5  # the header and steps 2, 4, 6, 8
 
 
 def test_every_micro_batch_of_every_rank_has_noise_of_its_own(verifier):
@@ -278,7 +217,11 @@ def two_ranks(rank: int, port: int, out: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
     verifier = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
     module = make(verifier, 20, rank=rank, world=2, count=100)
-    fit(module, TrainerConf(accelerator="cpu", devices=2, precision="32-true", strategy="ddp"), [KeepCheckpoints(out, 2)])
+    fit(
+        module,
+        TrainerConf(accelerator="cpu", devices=2, precision="32-true", strategy="ddp"),
+        [KeepCheckpoints(out, 2)],
+    )
     if rank == 0:
         torch.save(parameters(module), out / "two.pt")
 
