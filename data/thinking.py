@@ -31,11 +31,6 @@ def thought(message: dict) -> str:
     return named.strip()
 
 
-def marked(text: str) -> bool:
-    """Whether text of any kind has a thought's closing mark."""
-    return CLOSE in text
-
-
 def spoken(message: dict) -> str:
     """The content after all thoughts; a thought without an end is all there is."""
     content = message["content"] or ""
@@ -49,19 +44,18 @@ def settled(messages: Sequence[dict], policy: str) -> Sequence[dict]:
 
     Raises Drop for answers with thinking under "drop", and for one that has nothing else under "strip".
     """
-    if policy == "template" or not any(map(_thinks, messages)):
+    if policy == "template":
         return messages
+    answers = [message for message in messages if message["role"] == "assistant"]
     if policy == "drop":
-        raise Drop("answer with thinking")
-    return [_silent(message) if _thinks(message) else message for message in messages]
-
-
-def _thinks(message: dict) -> bool:
-    return message["role"] == "assistant" and spoken(message) != (message["content"] or "") or bool(thought(message))
+        if any(map(thought, answers)):
+            raise Drop("answer with thinking")
+        return messages
+    return [_silent(message) if message["role"] == "assistant" else message for message in messages]
 
 
 def _silent(message: dict) -> dict:
     without = {key: value for key, value in message.items() if key not in FIELDS} | {"content": spoken(message)}
-    if not without["content"].strip() and not message.get("tool_calls"):
+    if message["content"] and not without["content"].strip() and not message.get("tool_calls"):
         raise Drop("answer is thinking alone")
     return without
