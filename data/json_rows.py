@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from conf.errors import UserError
 from data.documents import Drop
@@ -55,7 +57,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=lambda name: None)
 
 
-def file_rows(stream: TextIO, name: str, keys: frozenset[str]) -> Iterator[tuple[Any, str]]:
+def file_rows(stream: BinaryIO, name: str, keys: frozenset[str]) -> Iterator[tuple[Any, str]]:
     """(row or the Drop in its place, its text) of a file that is a list of rows, a row, or an object with one list.
 
     keys: those of rows; an object with one of them is a row. Raises UserError for a second list.
@@ -84,7 +86,7 @@ def _members(scan: _Scanner, name: str, keys: frozenset[str]) -> Iterator[tuple[
             if scan.peek() != "[" or key in keys:
                 row[key] = parse(scan.word())
             elif listed is None:
-                listed = key
+                listed, row[key] = key, None
                 yield from scan.items()
             else:
                 raise UserError(f"expected one list of rows in {name}, found {listed!r} and {key!r}: split the file")
@@ -100,13 +102,14 @@ def _members(scan: _Scanner, name: str, keys: frozenset[str]) -> Iterator[tuple[
 
 
 class _Scanner:
-    """Values of a text stream, one after another; at most twice LONGEST of it in memory.
+    """Values of UTF-8, one after another; at most twice LONGEST of it in memory.
 
     broken: what follows can't be told apart any more.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.text, self.at, self.ended, self.broken = stream, "", 0, False, False
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.decoder = stream, getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self.text, self.at, self.ended, self.broken = "", 0, False, False
 
     def peek(self) -> str:
         """The next character that is no white space; empty at the end."""
@@ -165,13 +168,23 @@ class _Scanner:
                     return token.end()
             return None
         found = _WORD.match(self.text, self.at)
-        if found and (found.end() < len(self.text) or self.ended):
+        if found and found.end() < len(self.text):
             return found.end()
         if found or self.text[self.at : self.at + 1] in ('"', ""):
             return None
         raise Drop(BROKEN)
 
     def _more(self) -> bool:
-        block = "" if self.ended else self.stream.read(max(BLOCK, len(self.text) - self.at))
-        self.text, self.at, self.ended = self.text[self.at :] + block, 0, not block
-        return bool(block)
+        """Read as much again as waits here, so that what a value costs stays in proportion to its length."""
+        wanted, read = max(BLOCK, len(self.text) - self.at), []
+        while wanted > 0 and not self.ended:
+            try:
+                block = self.stream.read1(wanted)
+            except (EOFError, OSError, zlib.error):
+                if not read:
+                    raise
+                break  # what came before is looked at first
+            self.ended, wanted = not block, wanted - len(block)
+            read.append(self.decoder.decode(block, final=self.ended))
+        self.text, self.at = self.text[self.at :] + "".join(read), 0
+        return any(read) or not self.ended

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import io
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,7 @@ def read_file(path: Path) -> Iterator[Row]:
     read = READERS[suffix(path)]
     number = 0
     try:
-        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as stream:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as stream:
             for number, row, text in read(stream, path):
                 yield number, row, text
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -88,13 +88,14 @@ def _text(stream: BinaryIO, path: Path) -> Iterator[Row]:
 
 def _json(stream: BinaryIO, path: Path) -> Iterator[Row]:
     """A list of rows, a row, an object with one list of rows; or a row a line, as many files of this name have it."""
-    head = [_unmarked(stream.readline(LONGEST), path), stream.readline(LONGEST)]
+    head = [b"", b""]
+    with suppress(EOFError, zlib.error):  # which are met again
+        head = [_unmarked(stream.readline(LONGEST), path), stream.readline(LONGEST)]
     stream.seek(0)
     if all(line.lstrip().startswith(b"{") for line in head) and any(map(_is_object, head)):
         yield from _jsonl(stream, path)
         return
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    for number, (row, shown) in enumerate(file_rows(text, str(path), KEYS), 1):
+    for number, (row, shown) in enumerate(file_rows(stream, str(path), KEYS), 1):
         yield number, row, shown
 
 

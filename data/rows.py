@@ -224,7 +224,7 @@ def _call(call: object) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Drop("tool call without a name")
-    arguments = _json(function.get("arguments") or {}, "tool call")
+    arguments = _json(function.get("arguments"), "tool call") or {}
     if not isinstance(arguments, dict):
         raise Drop("tool call's arguments are not an object")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
