@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf.disk import size
 from conf.errors import UserError
 from conf.paths import cache_dir
 from data.batches import packed_rows
@@ -247,14 +248,14 @@ class _Writer:
     def _plan(self, todo: Corpus) -> None:
         """What it will take. UserError where the disk is too small."""
         tokens, free = int(todo.lengths_N.sum()), shutil.disk_usage(self.folder).free
-        size = bytes_needed(self.verifier, todo, self.index["dtype"])
+        needed = bytes_needed(self.verifier, todo, self.index["dtype"])
         log.info(
-            f"states: {tokens:,} tokens of {size / tokens:,.0f} bytes, {size / 1e9:.2f} GB in {self.folder}, "
-            f"{free / 1e9:.1f} GB free{self._estimate(todo) if size * 1.02 <= free else ''}"
+            f"states: {tokens:,} tokens of {needed / tokens:,.0f} bytes, {size(needed)} in {self.folder}, "
+            f"{size(free)} free{self._estimate(todo) if needed * 1.02 <= free else ''}"
         )
-        if size * 1.02 > free:
+        if needed * 1.02 > free:
             raise UserError(
-                f"expected {size / 1e9:.2f} GB of free disk for the verifier's states, found {free / 1e9:.2f} GB at "
+                f"expected {size(needed)} of free disk for the verifier's states, found {size(free)} at "
                 f"{self.folder}; set EYRIE_CACHE, data.store_dtype=int8, a smaller data.max_tokens, or data.store=false"
             )
 

@@ -194,7 +194,7 @@ def test_the_key_is_of_the_content(verifier, tmp_path, monkeypatch):
 def test_a_full_disk_stops_before_anything_runs(verifier, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1000, 990, 10))
-    with pytest.raises(UserError, match="of free disk for the verifier's states, found 0.00 GB"):
+    with pytest.raises(UserError, match="of free disk for the verifier's states, found 10 B at"):
         StateStore.capture(verifier, documents(), tmp_path)
     assert not list(tmp_path.glob("states-*"))
     with pytest.raises(UserError, match="expected data.store_dtype in"):

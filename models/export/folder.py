@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf.disk import FULL
 from conf.errors import UserError
 from models.export.native import WEIGHTS as NATIVE_WEIGHTS
 from models.export.native import StoredHead, VerifierCard, check_same, check_types, read_config, read_tensors, whole
@@ -120,7 +121,7 @@ def new_export(out: Path | str, *names: str, keep_ir: bool = False) -> Iterator[
 
     After an error the earlier ones are as they were.  keep_ir: `ir/` may stay.
     Raises UserError, before anything is touched, for a folder that can't be written into, that holds a head of our
-    own, or other files than an earlier export's.
+    own, or other files than an earlier export's; OSError where the disk is full.
     """
     out = Path(out)
     if (out / NATIVE_WEIGHTS).is_file():
@@ -140,6 +141,8 @@ def new_export(out: Path | str, *names: str, keep_ir: bool = False) -> Iterator[
             for name in (CONFIG, WEIGHTS, MEDUSA_WEIGHTS, GGUF):
                 (out / name).unlink(missing_ok=True)
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise UserError(f"expected a folder to write into, found {out} ({error.strerror}): give out=DIR") from error
 
 
