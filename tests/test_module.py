@@ -1,15 +1,14 @@
 """The LightningModule: what is saved, exact resumption, one division of gradients, two ranks, signals."""
 
-import multiprocessing
 import os
-import socket
+import signal
+import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from toy_training import CPU, documents, make, parameters
+from toy_training import CPU, documents, make, parameters, two_ranks
 
 from conf.errors import UserError
 from conf.schema import OptimConf, TrainerConf
@@ -210,18 +209,11 @@ def test_ranks_must_agree_with_lightning(verifier):
         fit(make(verifier, 1, rank=1, world=2), CPU, [])
 
 
-def two_ranks(rank: int, port: int, out: Path) -> None:
-    """One gloo rank of two, as torchrun would start it: twenty steps of one batch each."""
-    local = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    os.environ.update({name: str(value) for name, value in local.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+def one_of_two(rank, out):
+    """Twenty steps of one batch each."""
     verifier = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
     module = make(verifier, 20, rank=rank, world=2, count=100)
-    fit(
-        module,
-        TrainerConf(accelerator="cpu", devices=2, precision="32-true", strategy="ddp"),
-        [KeepCheckpoints(out, 2)],
-    )
+    fit(module, replace(CPU, devices=2, strategy="ddp"), [KeepCheckpoints(out, 2)])
     if rank == 0:
         torch.save(parameters(module), out / "two.pt")
 
@@ -229,25 +221,43 @@ def two_ranks(rank: int, port: int, out: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # newer Pythons; nothing runs in them
 def test_two_ranks_step_as_two_accumulated_batches(verifier, tmp_path):
     """The weights of two processes after 20 steps are those of one, whose windows hold what both were dealt."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    forked = multiprocessing.get_context("fork")
-    ranks = [forked.Process(target=two_ranks, args=(rank, port, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    alone = make(verifier, 20, accumulate=2, count=100)
-    steps = zip(*(make(verifier, 20, rank=rank, world=2, count=100).loader.plan(0) for rank in range(2)), strict=True)
-    alone.loader._plan = (0, [batch for step in steps for batch in step])
-    assert len(alone.loader.plan(0)) >= 40  # 20 steps are within an epoch
-    fit(alone, CPU, [])
-    assert alone.global_step == 20 and alone.loader.epoch == 0
-    for process in ranks:
-        process.join(timeout=120)
-        assert process.exitcode == 0
+    with two_ranks(one_of_two, tmp_path):
+        alone = make(verifier, 20, accumulate=2, count=100)
+        steps = zip(
+            *(make(verifier, 20, rank=rank, world=2, count=100).loader.plan(0) for rank in range(2)), strict=True
+        )
+        alone.loader._plan = (0, [batch for step in steps for batch in step])
+        assert len(alone.loader.plan(0)) >= 40  # 20 steps are within an epoch
+        fit(alone, CPU, [])
+        assert alone.global_step == 20 and alone.loader.epoch == 0
     assert newest(tmp_path).step == 20
     together = torch.load(tmp_path / "two.pt")
     started = parameters(make(verifier, 20))
     for name, value in parameters(alone).items():
         torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-6)
         assert (value - started[name]).abs().max() > 2e-3, "twenty steps move every weight far beyond the tolerance"
+
+
+def stopped_by_a_signal(rank, out):
+    """SIGTERM reaches both ranks, at different places in a step, as Slurm and torchrun send it."""
+    verifier = tiny_verifier("llama", layers=8, hidden=32, vocab=300, seed=0)
+    module = make(verifier, 2000, rank=rank, world=2, count=100)
+    module.on_train_batch_start = lambda *_: (out / f"started-{rank}").touch() if module.global_step == 2 else None
+    with graceful(module) as stop:
+        fit(module, replace(CPU, devices=2, strategy="ddp"), [KeepCheckpoints(out, 0), stop])
+    (out / f"{rank}.txt").write_text(f"{module.global_step} {module.stop_wanted} {stop.error.__name__}")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("told", [(0, 1), (1,)], ids=["both", "one"])
+def test_sigterm_stops_all_ranks_after_the_same_step(tmp_path, told):
+    with two_ranks(stopped_by_a_signal, tmp_path) as ranks:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("started-*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for rank in told:
+            os.kill(ranks[rank].pid, signal.SIGTERM)
+            time.sleep(0.02)
+    said = [(tmp_path / f"{rank}.txt").read_text().split() for rank in range(2)]
+    assert said[0][0] == said[1][0] and 2 < int(said[0][0]) < 2000 and newest(tmp_path).step == int(said[0][0])
+    assert [words[1] for words in said] == ["True", "True"] and said[1][2] == "Terminated"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import socket
+from contextlib import contextmanager
+
 import torch
 
 from conf.schema import OptimConf, TrainerConf
@@ -46,3 +51,29 @@ def make(
 
 def parameters(module):
     return {name: p.detach().clone() for name, p in module.head.named_parameters()}
+
+
+@contextmanager
+def two_ranks(work, *arguments):
+    """work(rank, *arguments) in two gloo ranks, as torchrun would start them; at the end of the block both are through.
+
+    The processes, to send signals to.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    forked = multiprocessing.get_context("fork")
+    ranks = [forked.Process(target=_rank, args=(work, rank, port, arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    yield ranks
+    for process in ranks:
+        process.join(timeout=120)
+        assert process.exitcode == 0
+
+
+def _rank(work, rank, port, arguments):
+    local = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in local.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+    work(rank, *arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from data.files import replacing
@@ -57,6 +58,8 @@ def fault(module, window: Window) -> tuple[str, str]:
 
     States are read again, from the store or the verifier: a step keeps none of an earlier micro-batch.
     """
+    if ranks := ranks_at_fault(module, window):
+        return f"loss not finite on rank {some([str(rank) for rank in ranks])}", "its own message names the documents"
     batches = [documents_before(module.loader, place) for place in window.places]
     parts, where, advice = [], sorted({index for batch in batches for index in batch}), SETTINGS
     if weights := not_finite(module.head.named_parameters()):
@@ -77,6 +80,16 @@ def fault(module, window: Window) -> tuple[str, str]:
 def not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> list[str]:
     """Names of those that hold something that is no finite number."""
     return [name for name, tensor in tensors if tensor is not None and not bool(tensor.isfinite().all())]
+
+
+def ranks_at_fault(module, window: Window) -> list[int]:
+    """Other ranks whose loss is not finite, where this one's is; every rank asks in the same step."""
+    if module.trainer.world_size == 1:
+        return []
+    bad = (~torch.stack(window.losses).isfinite()).any().long()
+    every = [torch.empty_like(bad) for _ in range(module.trainer.world_size)]
+    dist.all_gather(every, bad)
+    return [] if bad else [rank for rank, found in enumerate(every) if found]
 
 
 def bad_states(loader, index: int) -> list[str]:
@@ -109,6 +122,7 @@ def save_reproducer(path: Path, module, window: Window, what: str, seeds: Sequen
         "format": FORMAT,
         "step": module.global_step + 1,
         "what": what,
+        "place": window.places[-1],
         "precision": precision,
         "kind": module.head.config.kind,
         "config": module.head.config.to_dict(),

@@ -18,7 +18,7 @@ from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.schema import TrainConf
 from conf.terminal import TextConsole
-from data.batches import OnlineStates, PackedLoader
+from data.batches import OnlineStates, PackedLoader, require_same_documents
 from data.prepare import Prepared, excluding, prepare
 from data.store import StateStore
 from eval.command import settings_of
@@ -107,6 +107,8 @@ def work(job: Job, runs: list[study.Run], device: torch.device) -> Outcome | Non
             check_verifier(job.saved.kept.get("verifier"), verifier)
     with job.ledger.phase("synthesise"):
         prepared = prepare(cfg.data, verifier, keep_states=cfg.data.store)
+        if job.saved:
+            require_same_documents(job.saved.kept["loader"], prepared.train, prepared.files)
     with job.ledger.phase("capture"):
         source = open_states(cfg, verifier, prepared)
     train_one = partial(train_head, verifier=verifier, prepared=prepared, source=source)

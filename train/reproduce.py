@@ -73,7 +73,7 @@ def replay(kept: dict, verifier) -> dict:
             loss, _, _ = head_loss(head, states, labels, objective, batch["seed"])
         (loss / max(kept["weight"], 1e-12)).backward()
         if not bool(loss.isfinite()):
-            losses.append(f"loss {float(loss)} of documents {some([str(index) for index in batch['documents']])}")
+            losses.append(f"loss {loss.item()} of documents {some([str(index) for index in batch['documents']])}")
     gradients = [f"gradient of {name}" for name in not_finite((name, p.grad) for name, p in head.named_parameters())]
     return {"losses": losses, "gradients": gradients}
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from conf.cli import with_budget
 from conf.errors import UserError
-from conf.explain import groups
+from conf.explain import explain, groups
 from conf.parse import yaml_file
 from conf.schema import TrainConf
 from data.files import replacing
@@ -45,7 +46,6 @@ def run_in(folder: Path) -> Path:
 
 def resumed_config(folder: Path, overrides: list[str]) -> TrainConf:
     """The settings that `folder` was started with, and of `overrides` those that a resumed run may change."""
-    stored = OmegaConf.merge(OmegaConf.structured(TrainConf), yaml_file(folder / CONFIG))
     kept = []
     for item in OverridesParser.create().parse_overrides(overrides):
         name = item.key_or_group
@@ -55,7 +55,11 @@ def resumed_config(folder: Path, overrides: list[str]) -> TrainConf:
                 f"(single settings, without {', '.join(FIXED)})"
             )
         kept.append(item.input_line)
-    cfg = OmegaConf.to_object(OmegaConf.merge(stored, OmegaConf.from_dotlist(kept)))
+    parts = OmegaConf.structured(TrainConf), yaml_file(folder / CONFIG), OmegaConf.from_dotlist(kept)
+    try:
+        cfg = OmegaConf.to_object(OmegaConf.merge(*parts))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{folder / CONFIG} is not of this version: {explain(error)}") from error
     cfg.resume = str(folder)
     return cfg
 
