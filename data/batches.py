@@ -125,6 +125,29 @@ def deal(labels: Sequence[int] | np.ndarray, world: int) -> np.ndarray:
     return steps[np.argsort(steps.min(1), kind="stable")]
 
 
+def require_same_documents(state: Mapping, documents: Corpus, files: Mapping[str, list[int]]) -> None:
+    """UserError, naming what became of the files, when a PackedLoader's `state` is of other documents than these."""
+    if state.get("data_hash") != documents.content_hash:
+        raise UserError(
+            f"cannot resume on other documents: {_changes(state.get('files') or {}, files)}; put back what the run was "
+            "trained on, or begin a new one (head.start=RUN goes on from this one's head)"
+        )
+
+
+def _changes(before: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> str:
+    found = [f"{name} is not read any more" for name in before if name not in now]
+    found += [f"{name} is new" for name in now if name not in before]
+    for name in (name for name in now if name in before):
+        (had, then), (has, since) = before[name], now[name]
+        if had != has:
+            found.append(f"{name} had {had:,} bytes, has {has:,}")
+        elif then != since:
+            found.append(f"{name} has changed")
+    if not found:
+        return "no file has changed, but a setting of data=, a dataset of the hub, or what the verifier wrote"
+    return ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+
+
 class PackedLoader:
     """Endless iterator over batches, epoch after epoch; resumes exactly.
 
@@ -182,32 +205,11 @@ class PackedLoader:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue after the batch that was yielded last; UserError when data or layout differ from then."""
+        require_same_documents(state, self.documents, self.files)
         for key, value in self._fingerprint().items():
-            if (was := state.get(key)) == value:
-                continue
-            if key == "data_hash":
-                raise UserError(
-                    f"cannot resume on other documents: {self._changes(state.get('files') or {})}; put back what the "
-                    "run was trained on, or begin a new one (head.start=RUN goes on from this one's head)"
-                )
-            raise UserError(f"cannot resume the batch order: {key} was {was}, is now {value}; use the same")
+            if (was := state.get(key)) != value:
+                raise UserError(f"cannot resume the batch order: {key} was {was}, is now {value}; use the same")
         self.epoch, self.step = state["epoch"], state["step"]
-
-    def _changes(self, before: Mapping[str, list[int]]) -> str:
-        """What became of the files since, in words."""
-        gone = [f"{name} is not read any more" for name in before if name not in self.files]
-        new = [f"{name} is new" for name in self.files if name not in before]
-        changed = [
-            f"{name} had {before[name][0]:,} bytes, has {now[0]:,}"
-            if before[name][0] != now[0]
-            else f"{name} has changed"
-            for name, now in self.files.items()
-            if name in before and list(before[name]) != list(now)
-        ]
-        found = gone + new + changed
-        if not found:
-            return "what the verifier wrote is not there any more, or a setting of data= differs"
-        return ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
 
     def _fingerprint(self) -> dict:
         return {

@@ -140,23 +140,6 @@ class Converter:
         self.dropped.append((dialogue.place or dialogue.id, reason, tried.texts[0][:SHOWN]))
 
 
-def tokenize(
-    dialogues: Iterable[Dialogue], verifier: Verifier, max_length: int, counts: Counter, thinking: str = "template"
-) -> Iterator[Document]:
-    """Documents of the dialogues, at most `max_length` tokens each; unusable ones are counted by reason in `counts`.
-
-    Raises UserError at the end when no dialogue was usable.
-    """
-    converter = Converter(verifier, Conversion(max_length, thinking))
-    for dialogue in dialogues:
-        for documents, _ in converter.convert([dialogue]):
-            yield from documents
-    dropped = reasons(converter.dropped)
-    counts.update(converter.changed + dropped)
-    if not converter.documents:
-        refuse(dropped, verifier)
-
-
 def reasons(dropped: Iterable[tuple[str, str, str]]) -> Counter[str]:
     """How often each was why something was left out."""
     return Counter(reason for _, reason, _ in dropped)

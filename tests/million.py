@@ -74,10 +74,10 @@ class Memory(threading.Thread):
 
 
 def main(rows: int, folder: Path) -> None:
-    os.environ["EYRIE_CACHE"] = str(folder / "cache")
     path, stages = folder / "rows.jsonl", {}
     kinds, memory = write_rows(path, rows), Memory()
     verifier = Verifier.load("smollm2", whole=False, aux_layers=[])
+    os.environ["EYRIE_CACHE"] = str(folder / "cache")
     settings = DataConf(path=str(path), answers="given", max_length=512, exclude=["eyrie", "humaneval"])
     memory.start()
 

@@ -120,7 +120,7 @@ def test_resume_with_other_data_is_an_error():
 @pytest.mark.parametrize(
     "files, told",
     [
-        ({"a": [10, 1], "b": [5, 2]}, "what the verifier wrote is not there any more, or a setting of data= differs;"),
+        ({"a": [10, 1], "b": [5, 2]}, "no file has changed, but a setting of data=, a dataset of the hub, or what the verifier wrote; put"),
         ({"a": [10, 9], "b": [2005, 2]}, "a has changed, b had 5 bytes, has 2,005; put back"),
         ({"a": [10, 1], "c": [5, 2]}, "b is not read any more, c is new; put back what the run was trained on, or begin"),
         ({name: [5, 1] for name in "cdefg"}, "a is not read any more, b is not read any more, c is new and 4 more;"),

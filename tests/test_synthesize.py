@@ -16,7 +16,6 @@ import torch
 from conf.errors import UserError
 from conf.schema import DataConf
 from data.clock import Clock, Limits
-from data.convert import tokenize
 from data.generate import Generation
 from data.log import CLOSES, RoundLog
 from data.memory import SHARE, KeptStates
@@ -29,7 +28,7 @@ from models.chat import user_header_ids
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.states import DocumentStates
 from models.vocab import DraftVocab
-from tiny_writer import SMALL, content, plain_argmax, step_sizes, tiny_writer, turns
+from tiny_writer import SMALL, content, plain_argmax, step_sizes, tiny_writer, tokenize, turns
 from toy_head import ttt_loss
 
 ROOT = Path(__file__).parent.parent

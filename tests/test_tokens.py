@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 
 from conf.errors import UserError
-from data.convert import tokenize
 from data.documents import Document, Drop
 from data.inspect import END, FIRST, LABEL, PROMPT, styles
 from data.rows import Dialogue
 from data.tokens import draft_vocab, label_counts, next_prompt_ids, prompt_ids, to_document
 from models.chat import render
 from tiny import CHATML, tiny_tokenizer, tiny_verifier
+from tiny_writer import tokenize
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 ANSWER = {"role": "assistant", "content": "The capital of France is Paris."}

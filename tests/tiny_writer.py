@@ -5,6 +5,7 @@ import json
 import torch
 
 from data.answers import Sampling
+from data.convert import Conversion, Converter, reasons, refuse
 from data.log import CLOSES
 from models.verifier import Verifier
 from tiny import tiny_model, tiny_tokenizer
@@ -46,6 +47,16 @@ def step_sizes(verifier, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(type(verifier), "decode", recorded)
     return sizes
+
+
+def tokenize(dialogues, verifier, max_length, counts):
+    """Documents of dialogues one by one; what is left out is counted, and when all is, that is an error."""
+    converter = Converter(verifier, Conversion(max_length))
+    for dialogue in dialogues:
+        yield from (document for documents, _ in converter.convert([dialogue]) for document in documents)
+    counts.update(converter.changed + (dropped := reasons(converter.dropped)))
+    if not converter.documents:
+        refuse(dropped, verifier)
 
 
 def content(rows):
