@@ -140,6 +140,8 @@ def test_runs_that_cannot_answer_say_so(head, command):
         ({"nodes": 14, "decode": "tree"}, [], "found a tree of 14 nodes"),
         ({"alpha_by_depth": [None] * 3}, [], "found no draft that was tested"),
         ({"times": None, "cost_ratio": None}, [], "no times"),
+        ({"times": TIMES | {"t_decode": 0.0}}, [], "above zero"),
+        ({"times": TIMES | {"t_verify": {}}}, [], "above zero"),
         ({"batch": 8}, ["batches=[8]"], "decode.batch=1"),
     ]
     for changes, words, hint in cases:

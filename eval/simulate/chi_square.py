@@ -13,7 +13,7 @@ from scipy import stats
 
 from conf.errors import UserError
 from eval.plots import COLOURS, new_figure, save_figure
-from eval.simulate.finding import Check, Finding, table
+from eval.simulate.finding import SIGMAS, Check, Finding, table
 from eval.simulate.rules import Laws, chain_rounds, hold_chains, texts
 
 VOCAB, DEPTH, LENGTH, FIRST, LEVEL = 8, 2, 3, 0, 0.05
@@ -124,9 +124,12 @@ def _row(scheme: str, law: str, values: list[float], critical: float, expected: 
 
 
 def _check(row: dict) -> Check:
-    share, expected = row["passed"] / row["seeds"], row["expected"]
-    error = np.sqrt(expected * (1 - expected) / row["seeds"])
-    return Check(f"{row['scheme']}, {row['law']}: share below {row['critical']:.1f}", share, expected, error)
+    """Seeds are coins: counts outside the binomial law's SIGMAS contradict it, however few seeds there are."""
+    expected, seeds = row["expected"], row["seeds"]
+    tail = stats.norm.sf(SIGMAS)
+    low, high = (stats.binom.ppf(share, seeds, expected) / seeds for share in (tail, 1 - tail))
+    what = f"{row['scheme']}, {row['law']}: share below {row['critical']:.1f}"
+    return Check(what, row["passed"] / seeds, expected, max(expected - low, high - expected) / SIGMAS)
 
 
 def _held(laws: Laws, seed: int) -> Check:

@@ -32,10 +32,6 @@ class Laws:
         """The same after every token."""
         return cls(np.tile(p_V, (len(p_V), 1)), np.tile(q_V, (len(q_V), 1)))
 
-    @property
-    def vocab(self) -> int:
-        return self.p_VV.shape[1]
-
     @cached_property
     def residual_VV(self) -> np.ndarray:
         """(p - q)+, renormalised; p where they are equal."""

@@ -74,8 +74,8 @@ def draft_of(cfg) -> Draft:
             f"expected one of alpha=A, profile=[a1,a2,...], by_position=[b1,b2,...] and run=DIR, found "
             f"{' and '.join(given) or 'none'}: e.g. {EXAMPLE}"
         )
-    if cfg.max_n < 1:
-        raise UserError(f"max_n must be 1 or more, found {cfg.max_n}")
+    if not 1 <= cfg.max_n <= 1000:
+        raise UserError(f"max_n must lie in 1..1000, found {cfg.max_n}")
     if cfg.run is not None:
         return _of_run(cfg)
     if cfg.alpha is not None:

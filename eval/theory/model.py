@@ -49,8 +49,10 @@ class Times:
 
     @classmethod
     def of_record(cls, times: dict) -> Times:
-        """From `times` of an alpha.json."""
+        """From `times` of an alpha.json. Raises UserError where a time is missing that can't be zero."""
         by_width = {int(rows): seconds for rows, seconds in times["t_verify"].items()}
+        if not times["t_decode"] > 0 or not by_width or not min(by_width.values()) > 0:
+            raise UserError("expected times of a decoding step and of verify calls above zero: measure the run anew")
         return cls(times["t_decode"], by_width, times["t_draft_first"], times["t_draft"], times["t_other"])
 
     @property
@@ -124,9 +126,8 @@ def outlook(profile: Sequence[float], c: float) -> Outlook:
 def measured_outlook(profile: Sequence[float], times: Times) -> Outlook:
     """From measured times: S = E t_decode / (t_verify(N+1) + t_draft_first + (N-1) t_draft + t_other)."""
     check_profile(profile)
-    depths = range(1, len(profile) + 1)
-    expected = [expected_tokens(profile[:n]) for n in depths]
-    return Outlook(expected, [e * times.decode / times.round(n) for n, e in zip(depths, expected, strict=True)])
+    expected = (1 + np.cumprod(profile).cumsum()).tolist()
+    return Outlook(expected, [e * times.decode / times.round(n) for n, e in enumerate(expected, 1)])
 
 
 def check_profile(profile: Sequence[float], name: str = "acceptances") -> None:
