@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import csv
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -159,28 +160,30 @@ class Site:
         imported()
         self.cache = self.cache or self.folder / "cache"
         self.verifier, self.prompts = self.folder / "verifier", self.folder / "prompts.jsonl"
+        self.asked = self.folder / "asked.jsonl"  # in evaluation
         if not self.verifier.is_dir():
             save_verifier(self.verifier)
             save_prompts(self.prompts)
+            save_prompts(self.asked, 2, "How far is {} from here?")
 
     @classmethod
     def warm(cls, folder: Path) -> Site:
         """A new site with the calm one's verifier, and its dialogues and states in the cache."""
         undisturbed()
-        for name in ("verifier", "cache", "prompts.jsonl"):
+        for name in ("verifier", "cache", "prompts.jsonl", "asked.jsonl"):
             source = calm().folder / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
         return cls(folder)
 
     def start(
-        self, command: str, *words: str, sabotage: tuple[Sabotage, ...] = (), user: int | None = None, **environment
+        self, command: str, *words: str, sabotage: tuple[Sabotage, ...] = (), bound: bool = False, **environment
     ) -> Running:
-        """python -m COMMAND WORDS. user: whose rights the process has."""
+        """python -m COMMAND WORDS. bound: permissions bind it, even where it is root's."""
         self.started += 1
         folder = self.folder / "said" / f"{self.started:03d}"
         folder.mkdir(parents=True)
         settings = {"EYRIE_CACHE": str(self.cache)} | self.environment | environment
-        arguments = (command, words, settings, str(folder), sabotage, user)
+        arguments = (command, words, settings, str(folder), sabotage, bound)
         process = FORKS.Process(target=_child, args=arguments, daemon=True)
         process.start()
         return Running(process, folder)
@@ -196,7 +199,7 @@ class Site:
     def job(self, folder: Path, *more: str) -> list[str]:
         """Words of `train` for a run in `folder`: 24 steps of 5 batches an epoch, validated and saved on the way."""
         trainer = ("max_steps=24", "checkpoint_every=4", "validate_every=8", "log_every=1")
-        evaluation = (f"prompts={self.prompts}", "report=false", "plots=false")
+        evaluation = (f"prompts={self.asked}", "report=false", "plots=false")
         settings = [f"trainer.{word}" for word in trainer] + [f"evaluation.{word}" for word in evaluation]
         return self.data(f"hydra.run.dir={folder}", *settings, *more)
 
@@ -205,19 +208,28 @@ class Site:
         return text.replace(str(self.folder), "…").replace(str(ROOT), ".")
 
 
-def _child(command: str, words, environment: dict, folder: str, sabotage, user: int | None) -> None:
+def _child(command: str, words, environment: dict, folder: str, sabotage, bound: bool) -> None:
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY, 0o644), number)
     os.environ.update(environment)
     os.chdir(ROOT)
-    if user is not None:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
+    if bound:
+        give_up_root()
     for each in sabotage:
         each.install()
     sys.argv = [command, *words]
     runpy.run_module(command, run_name="__main__", alter_sys=True)
+
+
+def give_up_root() -> None:
+    """Without the capabilities that let root pass by permissions (capset(2); 1 and 2: CAP_DAC_*)."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, for 64 bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.capget(header, sets)
+    for index in range(3):
+        sets[index] &= ~0b110
+    assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 def save_verifier(folder: Path, **config) -> None:
@@ -227,9 +239,8 @@ def save_verifier(folder: Path, **config) -> None:
     verifier.tokenizer.save_pretrained(folder)
 
 
-def save_prompts(path: Path, count: int = 14) -> Path:
-    path.write_text("".join(json.dumps({"prompt": f"What is {i} and {i * i}?"}) + "\n" for i in range(count)))
-    return path
+def save_prompts(path: Path, count: int = 14, text: str = "What is {} times two?") -> None:
+    path.write_text("".join(json.dumps({"prompt": text.format(i)}) + "\n" for i in range(count)))
 
 
 @functools.cache
@@ -310,7 +321,9 @@ def newest(folder: Path) -> Path:
 def run_prints(folder: Path) -> dict[str, str]:
     """Of each artefact of a finished run a hash, times left out: two runs are bitwise equal where these are."""
     saved = torch.load(newest(folder), weights_only=True, map_location="cpu")
-    kept = {name: value for name, value in saved["eyrie"].items() if name not in ("elapsed",)}
+    kept = {name: value for name, value in saved["eyrie"].items() if name not in ("elapsed", "verifier")}
+    kept["verifier"] = saved["eyrie"]["verifier"]["weights_hash"]
+    kept["loader"] = {name: value for name, value in kept["loader"].items() if name != "files"}  # and where they lie
     alpha = json.loads((folder / "alpha.json").read_text())
     counted = ("tau", "alpha", "alpha_by_depth", "accepted_by_position", "verify_calls", "drafted", "emitted")
     prints = {
