@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -67,12 +68,23 @@ def view(document: Document, tokenizer, eos_ids: Sequence[int], ids: bool = True
         style="bold",
     )
     text, numbers = Text(), Text()
-    for token, style in zip(document.input_ids, chosen, strict=True):
+    end = 0
+    for style, run in groupby(chosen):
+        start, end = end, end + len(list(run))
         # Line breaks are shown and kept: whether they are supervised is the question.
-        text.append(printable(tokenizer.decode([token]), KEPT).replace("\n", "\u21b5\n"), style=style)
-        numbers.append(str(token), style=style)
-        numbers.append(" ")
+        shown = printable(_text(tokenizer, document.input_ids, start, end), KEPT).replace("\n", "\u21b5\n")
+        text.append(shown, style=style)
+        for token in document.input_ids[start:end]:
+            numbers.append(str(token), style=style)
+            numbers.append(" ")
     return Group(title, text, numbers, Text()) if ids else Group(title, text, Text())
+
+
+def _text(tokenizer, ids: list[int], start: int, end: int) -> str:
+    """The text of some tokens as it stands after those before them: alone, the first would lose its space."""
+    before = ids[max(0, start - 4) : start]
+    known, through = tokenizer.decode(before), tokenizer.decode(before + ids[start:end])
+    return through[len(known) :] if through.startswith(known) else tokenizer.decode(ids[start:end])
 
 
 def show(documents: Sequence[Document], tokenizer, eos_ids: Sequence[int], console: Console) -> None:

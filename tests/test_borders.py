@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data.documents import Drop
+from data.inspect import PROMPT, view
 from data.prefixes import Prefixes
 from data.rows import Dialogue
 from data.tokens import to_documents
@@ -125,3 +126,15 @@ def test_prefixes_encode_what_merges():
     prefixes = Prefixes(tokenizer)
     assert tokenizer.convert_ids_to_tokens(prefixes("<|im_end|>\n\n"))[-1] == "ĊĊ"
     assert tokenizer.convert_ids_to_tokens(prefixes("<|im_end|>\n"))[-1] == "Ċ"
+
+
+@pytest.mark.parametrize("family", ["mistral", "mistral3", "chatml"])
+def test_inspect_shows_the_text_as_it_is(family):
+    verifier, row = FAMILIES[family].verifier(), conversation("What is é?", "The 🙂 is\nit.", "How many?", "Yes, 日本語")
+    (document,) = to_documents(row, verifier)
+    _, text, ids, _ = view(document, verifier.tokenizer, verifier.eos_ids).renderables
+    assert text.plain.replace("\u21b5", "") == verifier.tokenizer.decode(document.input_ids)
+    assert [int(number) for number in ids.plain.split()] == document.input_ids
+    shown = [text.plain[span.start : span.end] for span in text.spans if span.style != PROMPT]
+    end = FAMILIES[family].end
+    assert "".join(shown).replace("\u21b5", "").split(end)[0].strip() == "The 🙂 is\nit."
