@@ -45,7 +45,7 @@ def tokenized(folder: Path, converter: Converter, read: Read) -> tuple[Corpus, C
             done.unlink(missing_ok=True)
             finished = _write(folder, entries, converter, read)
             _write_sealed(done, finished)
-    dropped = sum((reasons(entry["dropped"]) for entry in entries), Counter(finished["read"]))
+    dropped = sum((Counter(entry["left_out"]) for entry in entries), Counter(finished["read"]))
     corpus = Corpus([_batch(folder / entry["file"]) for entry in entries])
     if not len(corpus):
         refuse(dropped, converter.verifier)
@@ -65,16 +65,16 @@ def _write(folder: Path, entries: list[dict], converter: Converter, read: Read) 
     with Quarantine(folder / QUARANTINE) as quarantine, progress_bar() as bar:
         rows, task = read(bad, quarantine), bar.add_task("tokenizing", total=converter.how.max_documents, rate="")
         for entry in entries:
+            path = folder / entry["file"]
             _pass_over(rows, entry["rows"])
-            _remember(converter, _batch(folder / entry["file"]))
-            _note(quarantine, entry["dropped"])
+            _remember(converter, _batch(path))
+            _note(quarantine, _read_sealed(path.with_suffix(".json"))["dropped"])
         while not converter.enough:
             columns, used = _fill(rows, converter)
             if not used:
                 break
+            entries.append(_save(_path(folder, len(entries)), columns, used, converter))
             _note(quarantine, converter.dropped)
-            more = {"rows": used, "changed": converter.changed, "dropped": converter.dropped}
-            entries.append(_save(_path(folder, len(entries)), columns, more))
             converter.changed, converter.dropped = Counter(), []
             bar.update(task, completed=converter.documents, rate=f"{converter.answer_tokens:,} answer tokens")
     rows = sum(entry["rows"] for entry in entries)
@@ -119,14 +119,15 @@ def _note(quarantine: Quarantine, dropped: list) -> None:
         quarantine.add(place, reason, text)
 
 
-def _save(path: Path, columns: Columns, more: dict) -> dict:
-    """The part, and beside it, afterwards, what tells whether it is whole; returns that."""
+def _save(path: Path, columns: Columns, rows: int, converter: Converter) -> dict:
+    """The part, and then beside it what tells whether it is whole, and what was left out; returns that without rows."""
     batch = columns.batch()
     with replacing(path) as temporary, pa.ipc.new_file(str(temporary), SCHEMA) as writer:
         writer.write_batch(batch)
-    entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}
-    entry |= {"documents": len(columns), "tokens": columns.tokens} | more
-    _write_sealed(path.with_suffix(".json"), entry)
+    entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path), "rows": rows}
+    entry |= {"documents": len(columns), "tokens": columns.tokens, "changed": converter.changed}
+    entry |= {"left_out": reasons(converter.dropped)}
+    _write_sealed(path.with_suffix(".json"), entry | {"dropped": converter.dropped})
     return entry
 
 
@@ -146,13 +147,14 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _whole(folder: Path) -> list[dict]:
-    """What lies beside the parts, up to the first that is missing or damaged."""
+    """What lies beside the parts up to the first that is missing or damaged, without the rows that were left out."""
     entries: list[dict] = []
     while True:
         path = _path(folder, len(entries))
         entry = _read_sealed(path.with_suffix(".json"))
         if not path.is_file() or path.stat().st_size != entry.get("bytes") or file_hash(path) != entry.get("sha256"):
             return entries
+        del entry["dropped"]
         entries.append(entry)
 
 

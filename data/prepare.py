@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 5  # of the dialogues' folders; raise it when what the same settings give changes
-CORPUS_FORMAT = 1  # of the documents' folders inside them
+CORPUS_FORMAT = 1  # of the documents' folders inside them; raise it when what the same dialogues give changes
 ANSWERS = ("regenerate", "given")
 
 
@@ -80,7 +80,8 @@ def prepare(cfg: DataConf, verifier: Verifier, keep_states: bool = False) -> Pre
     def read(bad: Counter, quarantine: Quarantine) -> Iterator[Dialogue]:
         return read_dialogues(sources_of(cfg.path), bad, quarantine) if rows is None else _dialogues(rows)
 
-    settings = {"format": CORPUS_FORMAT, "written": None if rows is None else file_hash(rows.path)} | how.settings
+    settings = {"format": CORPUS_FORMAT, "ends": list(verifier.eos_ids)} | how.settings
+    settings["written"] = None if rows is None else file_hash(rows.path)
     folder = folder / f"documents-{key_of(settings)[:16]}"
     documents, left_out = tokenized(folder, Converter(verifier, how), read)
     dropped.update(left_out)
