@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
-from toy_training import CPU, make
 
 from conf.cli import reported
 from conf.disk import advice, disk_error, writing
 from conf.errors import UserError
 from tiny import tiny_verifier
+from toy_training import CPU, make
 from train.checkpoints import KeepCheckpoints, WholeFiles, begun, best, newest, prune, sole_run
 from train.fit import MetricsFile, fit
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_training import CPU, documents, make, parameters, two_ranks
 
 from conf.errors import UserError
 from data.batches import OnlineStates
 from tiny import tiny_verifier
+from toy_training import CPU, documents, make, parameters, two_ranks
 from train.checkpoints import KeepCheckpoints, newest
 from train.fit import MetricsFile, fit
 from train.guard import IN_A_ROW, documents_before

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from toy_training import CPU, documents, make, parameters, two_ranks
 
 from conf.errors import UserError
 from conf.schema import OptimConf, TrainerConf
@@ -17,6 +16,7 @@ from eval.prompts import document_prompts
 from eval.speculative.shapes import FixedTree
 from tiny import tiny_verifier
 from toy_head import make_head, ttt_loss
+from toy_training import CPU, documents, make, parameters, two_ranks
 from train.callbacks import Bar, Validate, free_running, graceful, summary, time_left
 from train.checkpoints import KeepCheckpoints, newest
 from train.fit import MetricsFile, fit, strategy

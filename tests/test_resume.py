@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from toy_training import CPU, documents, make
 
 from data.store import StateStore
 from eval.measure import EvalSettings
@@ -16,6 +15,7 @@ from eval.prompts import document_prompts
 from eval.speculative.shapes import FixedTree
 from models.heads import captured_layers
 from tiny import tiny_verifier
+from toy_training import CPU, documents, make
 from train.callbacks import Validate
 from train.checkpoints import KeepCheckpoints, newest, restore_rng, rng_states
 from train.fit import MetricsFile, fit

@@ -3,10 +3,8 @@
 import csv
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from data.prepare import prepare
 from models.export import safeai
 from models.export.native import read_head
 from models.verifier import Verifier
-from tiny import tiny_model, tiny_tokenizer
+from toy_job import debug_words, run
 from train.checkpoints import newest
 from train.main import train
 from train.plan import plan_rows
@@ -30,35 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """The debug experiment's command line: verifier, prompts and outputs in a temporary folder."""
-    folder = tmp_path_factory.mktemp("train")
-    tiny_model("llama", layers=8, hidden=32, vocab=300).save_pretrained(folder / "verifier")
-    tiny_tokenizer(300).save_pretrained(folder / "verifier")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"What is {i} and {i * i}?"}) + "\n" for i in range(14)))
-    return [
-        "experiment=debug",
-        f"verifier.source={folder / 'verifier'}",
-        "data=jsonl",
-        f"data.path={prompts}",
-        "data.exclude=[]",
-        f"evaluation.prompts={prompts}",
-        f"output_dir={folder / 'out'}",
-        "trainer.accelerator=cpu",
-        "json=true",
-    ]
-
-
-def run(monkeypatch, capsys, words):
-    """(exit code, the JSON object of the last line, standard error) of the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["train", *words])
-    code = 0
-    try:
-        train()
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    return code, json.loads(out.splitlines()[-1]) if out.strip() else None, err
+    return debug_words(tmp_path_factory.mktemp("train"))
 
 
 def test_a_whole_run(words, monkeypatch, capsys):
@@ -199,32 +169,6 @@ def test_online_states_give_the_same_losses(words, monkeypatch, capsys):
         with (Path(values["run"]) / "metrics.csv").open() as stream:
             losses.append([float(row["train/loss"]) for row in csv.DictReader(stream)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_ctrl_c_and_resume(words, monkeypatch, capsys, tmp_path):
-    command = [sys.executable, "-m", "train", *words, f"output_dir={tmp_path}", "trainer.max_steps=100000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("debug/*/checkpoints/*.json")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    folder = next(tmp_path.glob("debug/*"))
-    assert err.splitlines()[-1] == f"interrupted; continue with: python -m train resume={folder}"
-    step = newest(folder / "checkpoints").step
-
-    more = [f"resume={folder}", f"trainer.max_steps={step + 3}", "json=true"]
-    code, values, err = run(monkeypatch, capsys, more)
-    assert code == 0, err
-    assert values["run"] == str(folder) and values["trained"]["steps"] == step + 3
-    with (folder / "metrics.csv").open() as stream:
-        steps = [int(row["step"]) for row in csv.DictReader(stream) if row["train/loss"]]
-    assert steps == list(range(1, step + 4))
-
-    code, _, err = run(monkeypatch, capsys, [f"resume={folder}", "optim.lr=1"])
-    assert code == 2 and "optim.lr cannot change" in err.splitlines()[-1]
 
 
 def test_two_processes_through_hydra(words, tmp_path):
