@@ -125,9 +125,11 @@ def _messages(row: dict) -> list[dict[str, Any]]:
 
 
 def _listed(value: object, what: str) -> list:
-    """A list with something in it, which some files keep as JSON text."""
+    """A list with something in it. Some files keep it as JSON text; `datasets` once made an object of lists of it."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse(value)
+    if isinstance(value, dict) and value and all(isinstance(items, list) for items in value.values()):
+        value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
     if not isinstance(value, list) or not value:
         raise Drop(f"{what} is not a list with something in it")
     return value

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UserError
 from data.documents import Drop
+from data.json_rows import parse
 from data.rows import KEYS, SHAPES
 
 if TYPE_CHECKING:
@@ -146,21 +147,30 @@ def _rows(tables: Iterable[pa.Table | pa.RecordBatch], path: str | Path) -> Iter
 
 
 def _values(table: pa.Table | pa.RecordBatch) -> list[dict | Drop]:
+    types = {field.name: field.type for field in table.schema}
     try:
-        return [{key: _unpadded(value) for key, value in row.items()} for row in table.to_pylist()]
-    except UnicodeDecodeError:
+        return [{key: _value(value, types[key]) for key, value in row.items()} for row in table.to_pylist()]
+    except (UnicodeDecodeError, Drop) as error:  # Drop: of JSON in a column
         if table.num_rows == 1:
-            return [Drop("not UTF-8")]
+            return [error if isinstance(error, Drop) else Drop("not UTF-8")]
         return [value for index in range(table.num_rows) for value in _values(table.slice(index, 1))]
 
 
-def _unpadded(value: Any) -> Any:
-    """Without the nulls that stand in a table for what an object of the row doesn't have; NaN is null too."""
+def _value(value: Any, kind: pa.DataType) -> Any:
+    """As JSON would have it: without the nulls that stand for what an object of this row lacks. NaN is null too.
+
+    `datasets` keeps as JSON text, in a type of its own, what rows have in several types. Raises Drop.
+    """
+    if value is None or (isinstance(value, float) and value != value):
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return parse(value)
     if isinstance(value, dict):
-        return {key: _unpadded(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [_unpadded(inner) for inner in value]
-    return None if value != value else value
+        inner = ((key, _value(item, kind.field(key).type)) for key, item in value.items())
+        return {key: item for key, item in inner if item is not None}
+    if isinstance(value, list) and value and not isinstance(value[0], int | tuple):
+        return [_value(item, kind.value_type) for item in value]
+    return value
 
 
 @contextmanager

@@ -41,6 +41,7 @@ SHAPES = [
     ({"messages": [QUESTION, THOUGHT]}, [QUESTION, THOUGHT]),
     ({"messages": [QUESTION, ANSWER | {"reasoning": "hm", "refusal": None}]}, [QUESTION, THOUGHT]),
     ({"messages": [QUESTION, SILENT, ANSWER]}, [QUESTION, SILENT, ANSWER]),
+    ({"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}}, [QUESTION, ANSWER]),
     ({"turns": ["q", "r"]}, [QUESTION, SECOND]),
     ({"turns": [QUESTION, ANSWER]}, [QUESTION, ANSWER]),
     ({"prompt": "q"}, [QUESTION]),
