@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from data.batches import OnlineStates
+from data.batches import OnlineStates, packed_rows
 from data.documents import Document
 from data.quantize import STORE_DTYPES, dequantize, quantize
-from data.store import StateStore, bytes_needed
+from data.store import StateStore, _shards, bytes_needed
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.vocab import DraftVocab
 from tiny import tiny_verifier
@@ -110,6 +110,32 @@ def test_resume_computes_only_what_is_missing(verifier, store, tmp_path, monkeyp
     assert_same(again.states(range(23)), store.states(range(23)), atol=0)
     StateStore.capture(verifier, documents(), tmp_path, shard_tokens=200)
     assert len(calls) == 2, "a complete store computes nothing"
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 40, 200, 10_000])
+def test_shards_end_where_they_are_full(shard_tokens):
+    """As they were first cut, one document after another: stores of then are found."""
+    lengths = [len(document.input_ids) for document in documents()]
+    ranges, first, tokens = [], 0, 0
+    for index, length in enumerate(lengths):
+        tokens += length
+        if tokens >= shard_tokens or index == len(lengths) - 1:
+            ranges.append((first, index + 1))
+            first, tokens = index + 1, 0
+    assert _shards(lengths, shard_tokens) == ranges and _shards([], shard_tokens) == []
+
+
+def test_a_shard_says_who_computed_it(verifier, tmp_path):
+    own = StateStore.capture(verifier, documents(2), tmp_path / "own").shards[0]
+    assert own["computed_by"] == {"verifier": "tiny-llama", "dtype": "torch.float32", "device": "cpu"}
+
+    def pieces(some):
+        for document in some:
+            states = verifier.states(*packed_rows([document]))
+            yield states.aux_BTAD[0], states.last_PD, states.top_P, states.lse_P
+
+    asked = StateStore.capture(verifier, documents(2), tmp_path / "asked", pieces=pieces, server="http://there:1")
+    assert asked.shards[0]["computed_by"] == {"server": "http://there:1"}
 
 
 @pytest.mark.parametrize("damage", [b"{}", b"[1]", b'{"file": "x"}', b"\xff\xfe\x00", b'{"file'])
