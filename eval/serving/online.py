@@ -134,7 +134,7 @@ def ask_template(server: Server, verifier, names) -> Template:
     """Whether the server's chat template makes the ids of the first dialogue that ours makes of it."""
     suite = names if isinstance(names, str) else next(iter(names))
     messages = read_suite(suite)[0]["messages"]
-    mine = render(verifier.tokenizer, messages, add_generation_prompt=True)
+    mine = render(verifier.tokenizer, messages, add_generation_prompt=True, today=True)  # as the server does
     theirs, count, asked = server.chat_prompt(messages)
     if count is None:
         return Template(None, f"the chat template could not be asked: {asked}")
