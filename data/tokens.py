@@ -8,7 +8,7 @@ rendering, token for token, as they are when the verifier serves the dialogue.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,9 +117,8 @@ def _from_messages(dialogue: Dialogue, verifier: Verifier, thinking: str, counts
 
 
 def _from_text(text: str, verifier: Verifier, thinking: str, counts: Counter) -> list[Part]:
-    if thinking != "template" and CLOSE in text:
-        raise Drop(f"thinking in preformatted text or ids, with data.thinking={thinking}")
     turns = turns_of_text(verifier.tokenizer, text, verifier.tokenizer.convert_ids_to_tokens(verifier.eos_ids))
+    _require_no_thinking((whole[len(prompt) :] for prompt, whole in turns), thinking)
     return _parts(verifier.tokenizer, turns, len, counts)
 
 
@@ -168,14 +167,19 @@ def _from_ids(dialogue: Dialogue, verifier: Verifier, thinking: str) -> Part:
         raise Drop("token id outside the vocabulary")
     if any(token in verifier.eos_ids for start, end in spans for token in ids[start : end - 1]):
         raise Drop("end-of-turn token inside an answer")
-    if thinking != "template" and any(CLOSE in tokenizer.decode(ids[start:end]) for start, end in spans):
-        raise Drop(f"thinking in preformatted text or ids, with data.thinking={thinking}")
+    _require_no_thinking((tokenizer.decode(ids[start:end]) for start, end in spans), thinking)
     # Answers before the first that is supervised stand in other documents.
     answers = [index for index, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
     before = dialogue.messages[: answers[-len(spans) :][0] if answers else None]
     if before and not _is_prompt(ids[: spans[0][0]], before, dialogue.tools, tokenizer):
         raise Drop("prompt ids differ from this template's rendering (written by another model?)")
     return ids[: spans[-1][1]], spans
+
+
+def _require_no_thinking(answers: Iterable[str], thinking: str) -> None:
+    """Drop where a policy would change answers that must stay as they are."""
+    if thinking != "template" and any(CLOSE in answer for answer in answers):
+        raise Drop(f"thinking in preformatted text or ids, with data.thinking={thinking}")
 
 
 def _is_prompt(ids: list[int], messages: Sequence[dict], tools, tokenizer) -> bool:
