@@ -185,4 +185,4 @@ def _reading(path: str | Path) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, pa.ArrowException, DatasetsError, httpx.HTTPError) as error:
-        raise UserError(f"cannot read {path}, which may be damaged or cut short ({error})") from None
+        raise UserError(f"cannot read {path}, which may be damaged, cut short or out of reach ({error})") from None

@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -119,6 +121,20 @@ def test_inspect_shows_every_shape(command, tmp_path):
     path.write_text(json.dumps({"conversations": chat}) + "\n")
     code, lines, _ = command("task=inspect", f"data.path={path}")
     assert code == 0 and any("1 answer(s)" in line for line in lines) and lines[-1] == str(path)
+
+
+def test_inspect_reads_mixes_datasets_and_prompts(command, tmp_path):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Paris is\nthere."}]
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist([{"messages": chat}]), tmp_path / "hub" / "data" / "test-0.parquet")
+    (tmp_path / "prompts.txt").write_bytes(b"What is it?\n\n\xff\nWho are you?\n")
+    mix = f"[{{path: {tmp_path}/hub, split: test, weight: 1}}, {{path: {tmp_path}/prompts.txt, weight: 2}}]"
+    code, lines, _ = command("task=inspect", "json=true", f"data.path={mix}")
+    values = json.loads(lines[-1])
+    assert code == 0 and values["documents shown"] == 3, "prompts without an answer are shown as they would be asked"
+    assert values["answer tokens"] > 0 and values["dropped on the way"] == "1 not UTF-8"
+    code, _, error = command("task=inspect", f"data.path={{path: {tmp_path}/hub, split: dev}}")
+    assert code == 2 and f"expected one of the splits test of {tmp_path}/hub, found split=dev" in error
 
 
 @pytest.mark.parametrize(

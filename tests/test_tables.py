@@ -138,7 +138,7 @@ def test_cut_short(tmp_path, kind):
     data = file.read_bytes()
     for cut in (0, 5, len(data) // 2):
         file.write_bytes(data[:cut])
-        with pytest.raises(UserError, match="cannot read .*, which may be damaged or cut short"):
+        with pytest.raises(UserError, match="cannot read .*, which may be damaged, cut short or out of reach"):
             read(source)
         assert "\n" not in str(pytest.raises(UserError, read, source).value)
 
