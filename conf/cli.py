@@ -131,7 +131,7 @@ class reported:  # noqa: N801 - reads as a statement
             word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
             print(f"{word}; {hint}", file=sys.stderr)
             raise SystemExit(code) from None
-        if error is not None and (refusal := disk_error(error)) is not None and refusal.filename:
+        if error is not None and (refusal := disk_error(error)) is not None:
             print(f"error: {printable(advice(refusal))}", file=sys.stderr)
             raise SystemExit(2) from None
         if isinstance(error, UserError):

@@ -21,7 +21,9 @@ def disk_error(error: BaseException) -> OSError | None:
         error = error.__context__
     elif not isinstance(error, OSError) and (number := re.search(r"\(os error (\d+)\)", str(error))):
         error = OSError(int(number[1]), os.strerror(int(number[1])))
-    return error if isinstance(error, OSError) and error.errno in REFUSED else None
+    if not isinstance(error, OSError) or error.errno not in REFUSED:
+        return None
+    return error if error.filename or error.errno in FULL else None  # without a place a permission is something else's
 
 
 @contextmanager
@@ -46,7 +48,8 @@ def advice(error: OSError) -> str:
     if error.errno not in FULL:
         return f"no permission for {error.filename} ({error.strerror}): permit it, or choose another place{notes}"
     free = f", {size(room)} are free there" if (room := _room(error.filename)) is not None else ""
-    return f"the disk is full at {error.filename} ({error.strerror}{free}): make room, then go on{notes}"
+    place = f" at {error.filename}" if error.filename else ""
+    return f"the disk is full{place} ({error.strerror}{free}): make room, then go on{notes}"
 
 
 def sync(path: Path) -> None:

@@ -293,6 +293,11 @@ def safetensors_full(place):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
+def placeless(place):
+    with open("/dev/full", "wb", buffering=0) as stream:
+        stream.write(b"a")
+
+
 def refused(number):
     def act(place):
         raise OSError(number, "said", str(place))
@@ -310,6 +315,7 @@ FULL = "error: the disk is full at {place} ({why}, "
         (torch_full, 2, FULL.replace("{why}", "No space left on device")),
         (safetensors_full, 2, FULL.replace("{why}", "No space left on device")),
         (refused(errno.EDQUOT), 2, FULL.replace("{why}", "said")),
+        (placeless, 2, "error: the disk is full (No space left on device): make room, then go on"),
         (refused(errno.EACCES), 2, "error: no permission for {place} (said): "),
         (refused(errno.EROFS), 2, "error: no permission for {place} (said): "),
     ],
@@ -320,7 +326,7 @@ def test_what_a_command_says_of_the_disk_and_of_sigterm(tmp_path, capsys, act, c
         act(tmp_path / "file")
     (said,) = capsys.readouterr().err.splitlines()
     assert end.value.code == code and said.startswith(line.format(place=tmp_path / "file"))
-    assert ("free there" in said) == ("the disk is full" in said) and signal.getsignal(signal.SIGTERM) == before
+    assert ("free there" in said) == ("the disk is full at" in said) and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_other_errors_stay_bugs(tmp_path):
@@ -328,6 +334,8 @@ def test_other_errors_stay_bugs(tmp_path):
         (tmp_path / "absent").read_text()
     with pytest.raises(RuntimeError), reported():
         raise RuntimeError("shapes differ")
+    with pytest.raises(PermissionError), reported():
+        raise PermissionError(errno.EACCES, "of a socket")
 
 
 def test_room_and_notes_are_said(tmp_path, monkeypatch):
