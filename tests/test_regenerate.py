@@ -1,14 +1,18 @@
 """Regeneration answers turn after turn with the verifier's own words, and resumes exactly."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from data.clock import Limits
-from data.log import RoundLog
+from data.log import CLOSES, RoundLog
+from data.memory import SHARE, slot_bytes
 from data.regenerate import regenerate
 from data.rows import Dialogue
-from tiny_writer import SMALL, content, plain_argmax, tiny_writer, turns
+from tiny_writer import SMALL, Dying, content, plain_argmax, tiny_writer, turns
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +67,77 @@ def test_regeneration_fills_up_after_drops(verifier, tmp_path):
     mixed = [dialogue for one in usable for dialogue in (one, long)]
     log = regenerate(verifier, mixed, tmp_path / "a.jsonl", SMALL, Limits(max_documents=6))
     assert [row["id"] for row in log.rows] == [str(i) for i in range(6)], "no dialogue is passed over"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stopped_anywhere_it_ends_in_the_same_bytes(tmp_path, monkeypatch, dtype):
+    verifier = tiny_writer(end=5.0, dtype=dtype)
+    dialogues = [Dialogue(str(i), "s", turns(f"question {i}", "old", "And then?")) for i in range(20)]
+    warm, path, whole = replace(SMALL, temperature=1.0), tmp_path / "d.jsonl", tmp_path / "whole.jsonl"
+    regenerate(verifier, dialogues, whole, warm, Limits())
+    dying = Dying(monkeypatch, verifier, 10, 40, 20, 50)
+    dying.through(lambda: regenerate(verifier, iter(dialogues), path, warm, Limits()), path, whole)
+    assert any(len(row["spans"]) > 1 for row in RoundLog(path).rows)
+
+
+def test_memory_that_is_free_later_changes_no_batch(verifier, tmp_path, monkeypatch):
+    made, new_cache = [], type(verifier).new_cache
+    monkeypatch.setattr(type(verifier), "new_cache", lambda self, *size: made.append(size) or new_cache(self, *size))
+    dialogues = [Dialogue(str(i), "s", turns(f"question {i}")) for i in range(20)]
+    for room, limits in ((90, Limits(max_documents=8)), (10**6, Limits())):
+        free = int((room + 0.5) * slot_bytes(verifier) / SHARE)
+        monkeypatch.setattr("data.memory.free_bytes", lambda _, free=free: free)
+        log = regenerate(verifier, dialogues, tmp_path / "d.jsonl", SMALL, limits)
+    assert len(log) == 20 and log.slots == 90
+    batches = [rows for rows, capacity in made if capacity > 30]  # the others are of prompts
+    assert set(batches) == {2} and len(batches) == 3, "as in the first run: 90 slots are two sequences"
+
+
+def rounds(path, numbers):
+    """A log with a round of two rows for each number."""
+    log = RoundLog(path)
+    for number in numbers:
+        log.append([{"n": number}, {"n": number, "text": "größer"}], number + 1, Counter(odd=number % 2), 0.5)
+    return log
+
+
+def test_a_log_knows_its_rounds(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = rounds(path, range(4))
+    again = RoundLog(path)
+    assert list(again) == log.rows and len(again) == 8 and (again.used, again.seconds) == (4, 2.0)
+    assert again.counts == {"odd": 2} and not (tmp_path / "log.jsonl.cut").exists()
+    assert rounds(path, [4]).used == 5 and len(RoundLog(path)) == 10
+
+
+def test_damage_costs_the_rounds_from_there_on_and_is_said(tmp_path, caplog):
+    path, cut = tmp_path / "log.jsonl", tmp_path / "log.jsonl.cut"
+    rounds(path, range(4))
+    data = path.read_bytes()
+    edges = [0]
+    for line in data.splitlines(keepends=True):
+        edges.append(edges[-1] + len(line))
+    ends = edges[::2]
+    swapped = data[ends[1] : ends[2]] + data[: ends[1]] + data[ends[2] :]
+    damaged = {"swapped": (swapped, 0), "no row": (b"5\n" + data, 0)}
+    damaged["left out"] = data[: ends[1]] + data[ends[2] :], 1
+    damaged |= {f"torn at {size}": (data[:size], 1) for size in (ends[1] + 1, edges[3], ends[2] - 1)}
+    for place in range(ends[1], ends[2], 7):  # every kind of byte: braces, names, text, the checksum itself
+        flipped = bytearray(data)
+        flipped[place] ^= 1
+        damaged[f"flipped at {place}"] = bytes(flipped), 1
+    for name, (found, good) in damaged.items():
+        caplog.clear()
+        path.write_bytes(found)
+        assert len(RoundLog(path)) == 2 * good, name
+        assert path.read_bytes() == data[: ends[good]] and cut.read_bytes() == found[ends[good] :]
+        assert f"after {good} whole rounds ({2 * good} rows) are unfinished or damaged" in caplog.text
+        caplog.clear()
+        assert rounds(path, range(good, 4)) and path.read_bytes() == data and not caplog.records
+
+
+def test_a_clock_alone_leaves_its_time_in_the_log(verifier, tmp_path):
+    dialogues = [Dialogue("0", "s", turns("question"))]
+    for name, limits, timed in (("a", Limits(), False), ("b", Limits(seconds=600), True)):
+        log = regenerate(verifier, dialogues, tmp_path / f"{name}.jsonl", SMALL, limits)
+        assert ("seconds" in log.rows[-1][CLOSES]) is timed and log.seconds > 0

@@ -1,12 +1,15 @@
 """Answers of servers: those of the batch here, whatever fails on the way, and one line for what can't pass."""
 
 import json
+import signal
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 from answer_stub import Stub, Time
 
+from conf.cli import reported
 from conf.errors import UserError
 from conf.schema import DataConf
 from data.answers import RETOKENISED
@@ -251,6 +254,17 @@ def test_the_deadline_leaves_out_what_is_not_there(verifier, served):
         found = list(write(verifier, requests, max_new_tokens=4, deadline=began + 1.0))
         assert len(found) == 2 and time.monotonic() - began < 5
         assert list(write(verifier, requests, max_new_tokens=4, deadline=began)) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_at_once(verifier, served, capsys, number):
+    began = time.monotonic()
+    with Stub(served) as stub, pytest.raises(SystemExit) as end, reported(), answers(verifier, stub) as write:
+        stub.always = "hang"
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+        list(write(verifier, [Request(str(n), [5, 6 + n]) for n in range(9)], max_new_tokens=4))
+    assert time.monotonic() - began < 10 and end.value.code == 128 + number
+    assert capsys.readouterr().err.strip().endswith("run the same command again to continue from what is in the cache")
 
 
 def test_training_data_from_servers(tmp_path, monkeypatch):

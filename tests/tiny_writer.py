@@ -66,3 +66,33 @@ def content(rows):
 def turns(*texts):
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+class Dying:
+    """Verifier.decode is cut short by Ctrl-C after so many calls, once for each number; then it lives."""
+
+    def __init__(self, monkeypatch, verifier, *lives: int):
+        self.lives, self.left, decode = list(lives), lives[0], type(verifier).decode
+
+        def dying(own, *args, **options):
+            self.left -= 1
+            if self.lives and self.left < 0:
+                self.lives.pop(0)
+                self.left = self.lives[0] if self.lives else 0
+                raise KeyboardInterrupt
+            return decode(own, *args, **options)
+
+        monkeypatch.setattr(type(verifier), "decode", dying)
+
+    def through(self, write, path, whole) -> None:
+        """Call `write` until it is through; meanwhile `path` is a beginning of `whole`."""
+        sizes = []
+        while True:
+            try:
+                write()
+                break
+            except KeyboardInterrupt:
+                assert whole.read_bytes().startswith(path.read_bytes())
+                sizes.append(path.stat().st_size)
+        assert path.read_bytes() == whole.read_bytes()
+        assert len(sizes) > 1 and sizes[-1] > 0, "it should have been cut short, and in a later round too"
