@@ -11,10 +11,10 @@ pytestmark = pytest.mark.slow
 # What is written -> a call just before it, which call, and what must be on the small disk.
 WRITES = {
     "the verifier's answers": ("data.log.RoundLog.append", 2, "cache"),
-    "tokenised documents": ("data.tokens.to_documents", 5, "cache"),
+    "tokenised documents": ("data.convert.to_documents", 5, "cache"),
     "states": ("data.store.save_file", 1, "cache"),
     "a checkpoint": ("train.checkpoints.WholeFiles.save_checkpoint", 3, "run"),
-    "metrics.csv": ("train.fit.MetricsFile.log_metrics", 12, "run"),
+    "metrics.csv": ("train.fit.MetricsFile._write_all", 1, "run"),
     "the trained head": ("train.main.save_head", 1, "run"),
     "the export": ("train.finish.exported", 1, "run"),
     "alpha.json": ("eval.alpha.AlphaReport.write", 1, "run"),

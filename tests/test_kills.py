@@ -18,7 +18,7 @@ WORDS = ("three", "apples", "function", "Paris", "France", "two", "numbers")
 # A call of each phase of a run, and which of its calls.
 PHASES = {
     "the verifier's answers": ("models.verifier.Verifier.decode", 9),
-    "tokenising": ("data.tokens.to_documents", 5),
+    "tokenising": ("data.convert.to_documents", 5),
     "capture": ("data.store.save_file", 1),
     "a training step": ("train.module.HeadModule.training_step", 15),
     "validation": ("train.callbacks.evaluate", 2),

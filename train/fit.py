@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed import DistError
 
 from conf.disk import sync, writing
 from conf.schema import LoggerConf, TrainerConf
@@ -83,6 +84,11 @@ def strategy(cfg: TrainerConf) -> str | DDPStrategy:
     if cfg.strategy == "ddp" or (cfg.strategy == "auto" and several):
         return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     return cfg.strategy
+
+
+def rank_lost(error: RuntimeError) -> bool:
+    """Whether another rank is gone. gloo says so in words of its own, NCCL in an error of torch's."""
+    return isinstance(error, DistError) or "gloo/transport" in str(error)
 
 
 def precision(cfg: TrainerConf, device: str) -> str:

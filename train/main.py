@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from train.build import STARTS, build_head, draft_steps, objective_of
 from train.callbacks import Bar, Validate, graceful
 from train.checkpoints import KeepCheckpoints, Saved, begun, best, sole_run
 from train.checks import check
-from train.fit import device_count, fit, open_loggers
+from train.fit import device_count, fit, open_loggers, rank_lost
 from train.ledger import Ledger, provenance, sessions
 from train.module import HeadModule, StepSettings, check_verifier
 from train.plan import plan_rows, show
@@ -93,6 +94,11 @@ def train(cfg: TrainConf) -> Outcome | None:
         except OSError as error:
             error.add_note(how)
             raise
+        except RuntimeError as error:
+            if not rank_lost(error):
+                raise
+            found = re.sub(r"^\[.*?\] ", "", str(error)).partition(". ")[0]
+            raise UserError(f"another rank is gone ({found}): its own output may say why; {how}") from error
 
 
 def work(job: Job, runs: list[study.Run], device: torch.device) -> Outcome | None:
