@@ -12,6 +12,7 @@ import pytest
 
 from conf.cli import load
 from conf.errors import UserError
+from data.prepare import excluding
 from eval.study import EXPLANATION
 from tiny import tiny_model, tiny_tokenizer
 from train.fit import fit
@@ -61,6 +62,14 @@ def study_of(base, folder, arms=((1, "given"), (7, "given")), **changes):
         runs.append(Run("ttt", own, folder / f"{K}-{tokens}"))
     begin(runs)
     return Job(cfg, folder, 0, 1, Ledger()), runs
+
+
+def test_arms_leave_out_what_is_asked_in_the_evaluation(words, tmp_path):
+    """As the study itself does: they would be found to differ from it."""
+    words = [word for word in words if word != "data.exclude=[]"]
+    cfg = load("train", words)
+    cfg.data = excluding(cfg.data, cfg.evaluation.prompts)
+    assert {run.cfg.data.exclude for run in runs_of(cfg, tmp_path, words)} == {cfg.evaluation.prompts}
 
 
 def pretend(job, runs, steps=9):

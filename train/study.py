@@ -18,6 +18,7 @@ from conf.errors import UserError
 from conf.explain import mistake
 from conf.schema import StudyConf, TrainConf
 from conf.terminal import TextConsole
+from data.prepare import excluding
 from eval.command import settings_of
 from eval.exposure import measure_heads
 from eval.prompts import load_prompts
@@ -96,6 +97,7 @@ def arm_settings(cfg: TrainConf, words: list[str], extra: Sequence[str]) -> Trai
     if line := mistake("train", list(extra)):
         raise UserError(line)
     own = load("train", [*words, *extra])
+    own.data = excluding(own.data, own.evaluation.prompts)  # as the job's are
     for item in fields(cfg):
         if item.name not in CHANGEABLE and getattr(own, item.name) != getattr(cfg, item.name):
             raise UserError(f"{SHARED}, found another {item.name}")
