@@ -56,6 +56,7 @@ exactness: setup ## the exactness suite with its calibration over 500 seeds, and
 
 serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) $(TRAINED) ## real engines with our exports against our own loop (engines are installed first)
 	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]
+	$(BIN)/python -m pytest -m slow tests/test_answers_of_vllm.py
 
 gpu-check: setup ## for a machine with CUDA: our step there against the CPU's and the naive one, and its speed; minutes
 	@$(BIN)/python -m eval.gpu_check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +77,8 @@ def _answer(
             slots=clock.log.slots,
             meter=Meter("answers" if not turn else f"answers, turn {turn + 1}", len(requests)),
         )
-        outputs = {generation.id: generation for generation in written}
+        with closing(written):
+            outputs = {generation.id: generation for generation in written}
         for item, request in zip(active, requests, strict=True):
             grow(verifier, item, outputs.get(request.id), sampling, clock.counts)
         active, turn = [item for item in active if item.open], turn + 1

@@ -193,8 +193,12 @@ class ServerAnswers:
             "seed": _seed(seed, request.id),
             "return_token_ids": True,
             # A server's defaults may come from the model's generation_config.json; here the law is the model's own.
-            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
-            **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
         }
         seconds = self.answer_seconds + request.max_new_tokens / SLOWEST
         return self._read(server, request, await server.ask("POST", "/v1/completions", body, seconds))

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with an exported head, for as long as it is wanted."""
+"""vLLM's OpenAI server, with an exported head or without, for as long as it is wanted."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ def vllm_server(python: Path, job: Job, folder: Path) -> Iterator[str]:
 
 def command(python: Path, job: Job, port: int) -> list[str]:
     """The server's command line; `vllm serve` does the same where the package is called vllm."""
-    method = METHODS.get(job.method, job.method)
-    drafting = {"method": method, "model": job.head, "num_speculative_tokens": job.depth}
     longest = max(map(len, job.prompts)) + job.max_new_tokens + 2 * (job.depth + 1)
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", job.verifier]
-    words += ["--speculative-config", json.dumps(drafting), "--dtype", job.dtype, "--enforce-eager"]
+    words += ["--dtype", job.dtype, "--enforce-eager"]
+    if job.head is not None:
+        drafting = {"model": job.head, "num_speculative_tokens": job.depth}
+        drafting["method"] = METHODS.get(job.method, job.method)
+        words += ["--speculative-config", json.dumps(drafting)]
     words += ["--max-model-len", str(longest), "--max-num-seqs", str(job.batch)]
     return [*words, "--host", "127.0.0.1", "--port", str(port)]
 
