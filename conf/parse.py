@@ -27,7 +27,7 @@ def json_file(path: Path) -> dict:
     """The object in a file. UserError when it holds none, or what can't be written again; OSError when absent."""
     try:
         values = json_of(_bytes(path))
-        _check_depth(values)
+        _check(values)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); write it again") from error
     if not isinstance(values, dict):
@@ -63,8 +63,8 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _check_depth(values: Any) -> None:
-    """ValueError for values that are nested too deep, or a text with half a character in it."""
+def _check(values: Any) -> None:
+    """ValueError for values nested too deep, a text with half a character in it, or a number of more than 64 bits."""
     level, depth = [values], 0
     while level:
         if depth > DEEPEST:
@@ -73,6 +73,8 @@ def _check_depth(values: Any) -> None:
         for value in level:
             if isinstance(value, str):
                 value.encode()
+            elif isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError(f"a number of {len(str(value))} digits")
             elif isinstance(value, dict):
                 below += [*value, *value.values()]
             elif isinstance(value, list):

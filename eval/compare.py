@@ -7,7 +7,6 @@ Runs of one name (other seeds) are pooled. Differences are paired: the same prom
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +19,7 @@ from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.terminal import TextConsole
 from data.files import write_json
-from eval import report
+from eval import alpha_file, report
 from eval.counts import Counts, bootstrap_tau, paired_bootstrap, pool, wilson
 from eval.plots import plot_summary
 from eval.tables import markdown_table, number, span
@@ -37,6 +36,7 @@ SAME = (
     "max_new_tokens",
     "dtype",
 )
+COUNTED = {"prompt_tokens", "verify_calls", "drafted", "accepted", "tested_by_depth", "accepted_by_depth"}
 DEFINITIONS = {
     "tau": "1 + accepted / verify_calls, counts pooled over prompts and runs.",
     "tau_interval": "95 %: prompts drawn anew, with their counts of all runs. It holds for these heads: another seed's "
@@ -65,12 +65,7 @@ def read_alpha(run: str) -> dict:
     path = Path(run)
     if path.is_dir() and not (path / "alpha.json").is_file():
         path = max(path.glob("eval-*/alpha.json"), default=path)
-    try:
-        return report.read_alpha(path)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"expected alpha.json at {path}, found a damaged file ({error}): measure the run anew"
-        ) from None
+    return alpha_file.read_alpha(path)
 
 
 def read_arms(runs: list[str], names: list[str]) -> list[Arm]:
@@ -85,6 +80,10 @@ def read_arms(runs: list[str], names: list[str]) -> list[Arm]:
                     f"expected runs that were measured alike, found {name} {ours} in {runs[0]} and {theirs} "
                     f"in {run}: measure both with the same settings"
                 )
+        if missing := [row["id"] for row in value["prompts"] if COUNTED - {k for k, x in row.items() if x is not None}]:
+            raise UserError(
+                f"expected the counts of every prompt in {run}, found none of {missing[0]}: measure it anew"
+            )
         asked, own = ([(row["id"], row["prompt_tokens"]) for row in one["prompts"]] for one in (first, value))
         if asked != own:
             raise UserError(

@@ -10,10 +10,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from conf.errors import printable
 from eval.theory import expected_tokens
 
 COLOURS = ("#2a6f97", "#d1495b", "#66a182", "#edae49", "#7b5ea7", "#6c757d", "#00798c", "#a44a3f")
 LINE = {"linewidth": 2, "marker": "o", "markersize": 5}
+LARGEST = 1e30  # beyond, no axis has ticks
+LONGEST = 80  # characters of a title or label
 STAR = {"marker": "*", "markersize": 14, "markeredgecolor": "white"}
 
 
@@ -27,7 +30,7 @@ def plot_summary(runs: dict[str, dict], title: str, path: Path) -> Path | None:
     figure, axes = new_figure(2, size=(9, 3.7), dpi=200)
     _alpha_panel(axes[0], profiled)
     _tau_panel(axes[1], profiled)
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    figure.suptitle(plain(title), fontsize=12, fontweight="bold")
     return save_figure(figure, path)
 
 
@@ -67,7 +70,7 @@ def _alpha_panel(axes, runs: dict[str, dict]) -> None:
             if alpha is not None
         ]
         depths, alphas = [k for k, _, _ in points], [alpha for _, alpha, _ in points]
-        axes.plot(depths, alphas, color=colour, label=label, **LINE)
+        axes.plot(depths, alphas, color=colour, label=plain(label), **LINE)
         low, high = [i[0] for *_, i in points], [i[1] for *_, i in points]
         axes.fill_between(depths, low, high, color=colour, alpha=0.18, lw=0)
     axes.set(xlabel="depth n", ylabel="n-alpha", title="P(draft n accepted | all before were)", ylim=(0, 1))
@@ -78,7 +81,7 @@ def _tau_panel(axes, runs: dict[str, dict]) -> None:
     for colour, (label, values) in zip(_colours(), runs.items(), strict=False):
         profile = [alpha for alpha in values["alpha_by_depth"] if alpha is not None]
         depths = range(1, len(profile) + 1)
-        axes.plot(depths, [expected_tokens(profile[:n]) for n in depths], color=colour, label=label, **LINE)
+        axes.plot(depths, [expected_tokens(profile[:n]) for n in depths], color=colour, label=plain(label), **LINE)
         axes.plot([values["depth"]], [values["tau"]], color=colour, **STAR)
     axes.set(xlabel="drafts per verify call N", ylabel="tau", title="Tokens per verify call (star: measured)")
     axes.set_ylim(bottom=1)
@@ -90,7 +93,7 @@ def _speedup_panel(axes, runs: dict[str, dict]) -> None:
     for colour, (label, values) in zip(_colours(), runs.items(), strict=False):
         if values["predicted"]:
             by_n = values["predicted"]["speedup_by_n"]
-            axes.plot([int(n) for n in by_n], list(by_n.values()), color=colour, label=label, **LINE)
+            axes.plot([int(n) for n in by_n], list(by_n.values()), color=colour, label=plain(label), **LINE)
             axes.plot([values["depth"]], [values["speedup"]], color=colour, **STAR)
     axes.axhline(1, color="#999999", lw=1, ls="--")
     axes.set(xlabel="drafts per verify call N", ylabel="speed-up", title="Speed-up predicted (star: measured)")
@@ -136,7 +139,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[float, float]]]:
     points: dict[str, list[tuple[float, float]]] = {}
     if not path.is_file():
         return points
-    with path.open(newline="") as lines:
+    csv.field_size_limit(2**31 - 1)  # a long cell is no number, and no reason to stop
+    with path.open(newline="", encoding="utf-8", errors="replace") as lines:
         for row in csv.DictReader(lines):
             if not _is_number(row.get("step")):
                 continue
@@ -147,7 +151,14 @@ def read_metrics(path: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def _is_number(text) -> bool:
-    return isinstance(text, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text.strip()) is not None
+    number = isinstance(text, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text.strip())
+    return bool(number) and abs(float(text)) < LARGEST
+
+
+def plain(text: str) -> str:
+    """A title or label as it is: matplotlib would take what stands between dollars for a formula."""
+    text = printable(str(text))
+    return (text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...").replace("$", r"\$")
 
 
 def _colours():

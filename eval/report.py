@@ -7,7 +7,6 @@ python -m eval.report runs=[outputs/a/TIME,outputs/b/TIME] out=compare.html
 from __future__ import annotations
 
 import base64
-import json
 import os
 from datetime import datetime
 from html import escape
@@ -15,6 +14,8 @@ from pathlib import Path
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
+from conf.parse import json_file
+from eval.alpha_file import read_alpha
 from eval.plots import plot_alpha_by_depth, plot_summary, plot_tau_by_n, plot_training, read_metrics
 from eval.tables import category_rows, depth_rows, headline_rows, number
 
@@ -42,17 +43,6 @@ td.wrap { white-space: normal; text-align: left; }
 .sample .b { background: var(--b); } .prompt { color: var(--soft); display: block; margin-bottom: .7rem;
   max-height: 9rem; overflow-y: auto; }
 """
-
-
-def read_alpha(path: Path) -> dict:
-    """alpha.json of a run or evaluation folder. Raises UserError when there is none."""
-    file = path / "alpha.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"expected alpha.json in {path}: run python -m eval run={path} first")
-    values = json.loads(file.read_text())
-    if not {"alpha_by_depth", "by_category", "intervals"} <= set(values):
-        raise UserError(f"{file} isn't an alpha.json of this version: run python -m eval again")
-    return values
 
 
 def write_plots(folder: Path, run_folder: Path | None = None) -> list[Path]:
@@ -238,7 +228,7 @@ def _provenance(values: dict, run_folder: Path) -> str:
     ]
     file = run_folder / "provenance.json"
     if file.is_file():
-        rows += flattened(json.loads(file.read_text()))
+        rows += flattened(json_file(file))
     return "<h2>Provenance</h2>" + html_table(("", ""), rows, wrap_last=True)
 
 

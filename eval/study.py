@@ -18,7 +18,7 @@ from data.files import write_json
 from eval import report
 from eval.counts import Counts
 from eval.exposure import RESAMPLES, Exposure, draws, intervals, shares
-from eval.plots import COLOURS, LINE, new_figure, read_metrics, save_figure
+from eval.plots import COLOURS, LINE, new_figure, plain, read_metrics, save_figure
 from eval.tables import markdown_table, number, span
 
 EXPLANATION = (
@@ -250,9 +250,9 @@ def plot_study(values: dict, path: Path) -> Path:
     """n-alpha by depth beside true and own features on the same drafts, with intervals over prompts."""
     figure, (loop, same) = new_figure(2, size=(10, 4), dpi=200)
     for colour, (name, arm) in zip(COLOURS, values["arms"].items(), strict=False):
-        _line(loop, arm, "n_alpha", colour, label=name)
-        _line(same, arm, "true_accuracy", colour, label=f"{name}, true features", ls="--", mfc="white")
-        _line(same, arm, "own_accuracy", colour, label=f"{name}, own features")
+        _line(loop, arm, "n_alpha", colour, label=plain(name))
+        _line(same, arm, "true_accuracy", colour, label=plain(f"{name}, true features"), ls="--", mfc="white")
+        _line(same, arm, "own_accuracy", colour, label=plain(f"{name}, own features"))
     loop.set(xlabel="n, own features read", ylabel="n-alpha", ylim=(0, 1), title="Acceptance in the loop")
     same.set(xlabel="n, own features read", ylabel="accuracy", ylim=(0, 1), title="The same drafts, both ways")
     for axes in (loop, same):

@@ -39,6 +39,8 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        if act not in ACT2FN:
+            raise UserError(f"expected hidden_act to be an activation that transformers knows, found {act!r}")
         self.act = ACT2FN[act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,17 +60,23 @@ class Rotary:
             raise UserError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, found {kind!r}")
         if "rope_theta" not in rope_parameters:
             raise UserError(f"rope_parameters needs rope_theta, found {sorted(rope_parameters)}")
+        theta, part = rope_parameters["rope_theta"], rope_parameters.get("partial_rotary_factor", 1.0)
+        if not all(type(value) in (int, float) and 0 < value < 1e30 for value in (theta, part)) or part > 1:
+            raise UserError(f"expected rope_theta above 0 and a part of each head in (0, 1], found {theta!r}, {part!r}")
         if kind == "default":
-            size = int(head_dim * rope_parameters.get("partial_rotary_factor", 1.0))
+            size = int(head_dim * part)
             exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-            self.inv_freq, self.scale = 1.0 / rope_parameters["rope_theta"] ** exponent, 1.0
-        else:
+            self.inv_freq, self.scale = 1.0 / theta**exponent, 1.0
+            return
+        try:
             config = LlamaConfig(
                 head_dim=head_dim,
                 max_position_embeddings=max_position_embeddings,
                 rope_parameters=dict(rope_parameters),
             )
             self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[kind](config, None)
+        except Exception as error:  # transformers' own, of any type, for parameters that make no sense
+            raise UserError(f"expected rope_parameters of kind {kind}, found {rope_parameters} ({error})") from error
 
     def __call__(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Integer positions [...] -> cos, sin [..., F/2] (or less, for a partial rotary factor)."""

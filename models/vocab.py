@@ -61,7 +61,7 @@ class DraftVocab:
     @cached_property
     def d2t(self) -> Tensor:
         """int64 [R], the checkpoint's form: an offset, target id minus draft id."""
-        return self.ids_R - torch.arange(len(self))
+        return self.ids_R - torch.arange(len(self), device="cpu")
 
     @cached_property
     def t2d(self) -> Tensor:
@@ -71,8 +71,8 @@ class DraftVocab:
     @cached_property
     def inverse_V(self) -> Tensor:
         """int64 [V]: draft id of each target id, -1 outside the draft vocabulary."""
-        inverse = torch.full((self.vocab_size,), -1, dtype=torch.int64)
-        inverse[self.ids_R] = torch.arange(len(self))
+        inverse = torch.full((self.vocab_size,), -1, dtype=torch.int64, device="cpu")
+        inverse[self.ids_R] = torch.arange(len(self), device="cpu")
         return inverse
 
     @cached_property

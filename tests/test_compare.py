@@ -4,6 +4,7 @@ import json
 from functools import partial
 
 import pytest
+from test_report import alpha_values
 
 from eval.compare import compare, counts_of, mean
 from eval.counts import Counts, bootstrap_tau, paired_bootstrap
@@ -54,13 +55,16 @@ def written(folder, rows: list[dict], **changes) -> str:
     for row in rows:
         counts += counts_of(row)
     values = {
-        "tau": counts.tau, "alpha_by_depth": counts.alpha_by_depth, "intervals": {}, "by_category": {},
+        "tau": counts.tau, "alpha_by_depth": counts.alpha_by_depth, "by_category": {},
+        "tested_by_depth": counts.tested_by_depth, "accepted_by_depth": counts.accepted_by_depth,
+        "accepted_by_position": counts.alpha_by_depth,
+        "intervals": {"tau": None, "alpha": None, "alpha_by_depth": [[0, 1]] * 2},
         "prompts": rows, "verifier": "org/toy", "verifier_hash": "ab", "decode": "chain", "depth": 2,
         "temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 64, "dtype": "float32", "cost_ratio": 0.1,
-        "measured": "replay", "speedup": None, "predicted": {"n_star": 2, "speedup": 1.25},
+        "measured": "replay", "speedup": None, "predicted": {"n_star": 2, "speedup": 1.25, "speedup_by_n": {}},
     }  # fmt: skip
     folder.mkdir(parents=True)
-    (folder / "alpha.json").write_text(json.dumps(values | changes))
+    (folder / "alpha.json").write_text(json.dumps(alpha_values() | values | changes))
     return str(folder)
 
 

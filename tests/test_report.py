@@ -89,7 +89,7 @@ def test_comparison_of_runs(tmp_path):
     a = run_folder(tmp_path / "a" / "1")
     intervals = alpha_values()["intervals"] | {"alpha_by_depth": [[0.6, 0.8], [0.5, 0.7]]}
     b = run_folder(tmp_path / "b" / "1", tau=2.9, alpha_by_depth=[0.7, 0.6], accepted_by_position=[0.7, 0.42],
-                   temperature=1.0, intervals=intervals)  # fmt: skip
+                   tested_by_depth=[10, 7], accepted_by_depth=[7, 4], temperature=1.0, intervals=intervals)  # fmt: skip
     page = write_comparison([a, b], tmp_path / "compare.html").read_text()
     assert "a/1" in page and "b/1" in page and "2.900" in page
     assert "different prompts or settings" in page

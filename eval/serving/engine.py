@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
 from conf.errors import UserError
 from eval.counts import ratio
 
@@ -71,6 +73,9 @@ class EngineRun:
         return ratio(sum(map(len, self.texts)), self.seconds)
 
 
+RECORD = TypeAdapter(with_config(ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))(EngineRun))
+
+
 def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **more: object) -> EngineRun:
     """Runs eval/serving/engines/`worker` by `command` (the engine's Python) on the job; its log is kept in `folder`.
 
@@ -87,11 +92,17 @@ def run_engine(command: Sequence[str], worker: str, job: Job, folder: Path, **mo
         done = subprocess.run(call, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode or not answer.is_file():
         raise UserError(f"{worker} ended with {done.returncode}: {last_line(log)}; see {log}")
+    return read_run(answer)
+
+
+def read_run(answer: Path) -> EngineRun:
+    """What a worker wrote; UserError for a record of other fields or types."""
     try:
-        found = EngineRun(**json.loads(answer.read_text()))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{worker} wrote another record than was expected ({error}); see {answer}") from error
-    return found
+        return RECORD.validate_json(answer.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(f"{answer}: another record than was expected ({place}: {first['msg']})") from error
 
 
 def check_run(run: EngineRun, job: Job, vocab_size: int, where: Path) -> EngineRun:

@@ -103,7 +103,7 @@ class Tally:
     @property
     def alpha(self) -> float | None:
         """Accepted over tested drafts: one is tested when all before it passed. None where drafts differ in length."""
-        if not self.by_position or self.drafted != len(self.by_position) * (self.drafts or 0):
+        if not self.by_position or not self.drafts or self.drafted != len(self.by_position) * self.drafts:
             return None
         return ratio(sum(self.by_position), self.drafts + sum(self.by_position[:-1]))
 

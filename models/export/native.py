@@ -134,7 +134,8 @@ def read_head(source: Path | str) -> StoredHead:
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         found = f"{values.get('format')!r} version {values.get('version')!r}"
         raise UserError(f"expected {FORMAT!r} version {VERSION} in {folder / CONFIG}, found {found}")
-    if missing := [key for key in ("config", "vocab_hash", "verifier") if key not in values]:
+    parts = {"config": dict, "vocab_hash": str, "verifier": dict}
+    if missing := [key for key, kind in parts.items() if not isinstance(values.get(key), kind)]:
         raise UserError(f"{folder / CONFIG}: missing {', '.join(missing)}; write the head again")
     tensors = read_tensors(folder / WEIGHTS)
     if "d2t" not in tensors:
@@ -223,12 +224,15 @@ def load_head(source: Path | str, verifier, dtype: torch.dtype | None = None) ->
 
 
 def attach(stored: StoredHead, verifier, dtype: torch.dtype | None = None) -> nn.Module:
-    """A running head from stored tensors and the verifier's embedding."""
-    head = heads.build(stored.config, verifier, stored.vocab)
+    """A running head from stored tensors and the verifier's embedding. UserError when the tensors are not its own."""
     try:
-        head.load_state_dict(stored.tensors, strict=True)
-    except RuntimeError as error:
-        raise UserError(" ".join(str(error).split())) from error
+        with torch.device("meta"):  # sizes in a config may be any: no memory before they are the tensors'
+            outline = heads.build(stored.config, verifier, stored.vocab)
+            outline.load_state_dict(stored.tensors, strict=True, assign=True)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise UserError(f"the head's tensors are not those of its config: {error}") from error
+    head = heads.build(stored.config, verifier, stored.vocab)
+    head.load_state_dict(stored.tensors, strict=True)
     dtype = dtype or next(iter(stored.tensors.values())).dtype
     for parameter in head.parameters():  # not head.to(dtype): the embedding is the verifier's own tensor
         parameter.data = parameter.data.to(verifier.device, dtype)

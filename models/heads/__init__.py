@@ -38,6 +38,6 @@ def build(config: HeadConfig, verifier, vocab):
 
 
 def kind_of(kind: str) -> tuple[type[HeadConfig], type]:
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(f"no head '{kind}'; there are: {', '.join(KINDS)}")
     return KINDS[kind]
