@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from conf.errors import UserError
-from data.http import client_options, said, words_of
+from data.http import address, chosen, client_options, models_of, said, words_of
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,33 @@ class Fleet:
                 f"no answer within {self.patience:g} s from {', '.join(one.url for one in self.servers)}; last, "
                 f"{server.url}: {fault}; what is written is kept: run the same command again once that is mended"
             ) from fault
+
+
+def urls_of(server: object) -> list[str]:
+    """data.server as addresses; UserError for what is none."""
+    given = server if isinstance(server, (list, tuple)) else [server]
+    found = list(dict.fromkeys(address(url, "data.server") for url in given))
+    if not found:
+        raise UserError("expected data.server=http://HOST:PORT, or a list of such, found an empty one")
+    return found
+
+
+def served_model(urls: Sequence[str], name: str | None) -> str:
+    """`name`, or without one the only model that the first server serves which answers. Raises UserError."""
+    for url in urls if name is None else ():
+        try:
+            with httpx.Client(**client_options(url, 30.0)) as client:
+                listed = client.get("/v1/models").raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            problem = said(error)
+            continue
+        return chosen(models_of(listed, url), None, url, "data.server_model")
+    if name is None:
+        raise UserError(
+            f"no answer from {', '.join(urls)} ({problem}): is it running? With data.server_model=NAME, what it has "
+            "written before is found without it"
+        )
+    return name
 
 
 def retry_after(answer: httpx.Response) -> float:

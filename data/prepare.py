@@ -17,13 +17,14 @@ from data.convert import UNIQUE, Conversion, Converter
 from data.corpus import Corpus, content_hash
 from data.documents import describe
 from data.files import file_hash, key_of, only_writer, read_json, write_json
+from data.fleet import served_model, urls_of
 from data.log import RoundLog
 from data.memory import KeptStates
 from data.parts import QUARANTINE, tokenized
 from data.quarantine import Quarantine
 from data.regenerate import regenerate
 from data.rows import Dialogue, to_dialogue
-from data.server_answers import served_model, urls_of, who_writes
+from data.server_answers import who_writes
 from data.sources import read_dialogues, sources_hash, sources_of
 from data.suites import read_suite
 from data.synthesize import synthesize

@@ -17,13 +17,12 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-import httpx
 import torch
 
 from conf.errors import UserError
-from data.fleet import Fault, Fleet, Server
+from data.fleet import Fault, Fleet, Server, urls_of
 from data.generate import Generation, Request, Writes, generate, settled
-from data.http import address, chosen, client_options, models_of, said
+from data.http import chosen, models_of
 from data.progress import Meter
 from models import chat
 
@@ -37,33 +36,6 @@ log = logging.getLogger(__name__)
 ANSWER, SLOWEST = 300.0, 2.0  # seconds for an answer, and for each so many of its tokens one more
 PROBE, PROBE_TOKENS = "Name three rivers. Zähle bis fünf: 一, 二", 16  # what shows whose words a server speaks
 TIE = 0.5  # by how much its greedy token may lie below ours, in logits
-
-
-def urls_of(server: object) -> list[str]:
-    """data.server as addresses; UserError for what is none."""
-    given = server if isinstance(server, (list, tuple)) else [server]
-    found = list(dict.fromkeys(address(url, "data.server") for url in given))
-    if not found:
-        raise UserError("expected data.server=http://HOST:PORT, or a list of such, found an empty one")
-    return found
-
-
-def served_model(urls: Sequence[str], name: str | None) -> str:
-    """`name`, or without one the only model that the first server serves which answers. Raises UserError."""
-    for url in urls if name is None else ():
-        try:
-            with httpx.Client(**client_options(url, 30.0)) as client:
-                listed = client.get("/v1/models").raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
-            problem = said(error)
-            continue
-        return chosen(models_of(listed, url), None, url, "data.server_model")
-    if name is None:
-        raise UserError(
-            f"no answer from {', '.join(urls)} ({problem}): is it running? With data.server_model=NAME, what it has "
-            "written before is found without it"
-        )
-    return name
 
 
 @contextmanager
@@ -220,16 +192,14 @@ class ServerAnswers:
                 f"{server.url} read other token ids than it was sent ({len(request.input_ids)} of them), such as "
                 f"{str(read)[:60]}: its answers are to another prompt"
             )
-        named = named if type(named) is int and named in request.stop_ids else None
-        exact = isinstance(ids, list) and all(type(token) is int for token in ids)
-        if ids is not None and not exact:
-            raise Fault(f"expected token_ids to be numbers, found {str(ids)[:80]!r}")
+        exact, named = ids is not None, named if type(named) is int and named in request.stop_ids else None
         if not exact:
             self._warn_of_text(server)
-            ids = chat.encode(self.verifier.tokenizer, text if reason == "stop" else text.rstrip("\ufffd"))
-            ids = ids[: request.max_new_tokens - (reason == "stop")]
-        if reason == "stop" and ids[-1:] != [named] and (named is not None or not exact):
-            ids = [*ids, self._end_id() if named is None else named]
+            ids = self._tokenised(text, reason == "stop", request.max_new_tokens)
+        elif not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise Fault(f"expected token_ids to be numbers, found {str(ids)[:80]!r}")
+        elif reason == "stop" and named is not None and ids[-1:] != [named]:
+            ids = [*ids, named]
         if outside := [token for token in ids if not 0 <= token < self.verifier.vocab_size]:
             raise UserError(
                 f"{server.url} writes token {outside[0]}, beyond the {self.verifier.vocab_size} of "
@@ -247,9 +217,12 @@ class ServerAnswers:
             raise Fault(f"an answer cut at {len(ids)} of {request.max_new_tokens} tokens")
         return Generation(request.id, ids, "length", exact=exact)
 
-    def _end_id(self) -> int:
-        """The template's own end of turn, for a server that doesn't say which token ended its text."""
-        return (chat.answer_end_ids(self.verifier.tokenizer) or self.verifier.eos_ids)[-1]
+    def _tokenised(self, text: str, stopped: bool, limit: int) -> list[int]:
+        """At most `limit` ids; the last is the template's end of turn where the text stopped, else no half character."""
+        if not stopped:
+            return chat.encode(self.verifier.tokenizer, text.rstrip("\ufffd"))[:limit]
+        end = (chat.answer_end_ids(self.verifier.tokenizer) or self.verifier.eos_ids)[-1]
+        return [*chat.encode(self.verifier.tokenizer, text)[: limit - 1], end]
 
     def _warn_of_text(self, server: Server) -> None:
         if not self._warned:

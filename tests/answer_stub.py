@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "abort":
                 values["choices"][0]["finish_reason"] = "abort"
             elif fault == "truncated":
-                values["choices"][0] |= {"token_ids": values["choices"][0]["token_ids"][:1], "finish_reason": "length"}
+                values["choices"][0] |= {"token_ids": values["choices"][0]["token_ids"][:-1], "finish_reason": "length"}
             self.answer(values)
 
 

@@ -14,10 +14,11 @@ import torch
 
 from data.answers import Sampling
 from data.clock import Limits
+from data.fleet import served_model
 from data.log import RoundLog
 from data.regenerate import regenerate
 from data.rows import Dialogue
-from data.server_answers import ServerAnswers, served_model
+from data.server_answers import ServerAnswers
 from eval.serving.engine import Job
 from eval.serving.server import vllm_server
 from models import embedded

@@ -14,12 +14,12 @@ from conf.errors import UserError
 from conf.schema import DataConf
 from data.answers import RETOKENISED
 from data.clock import Limits
-from data.fleet import FIRST, LONGEST
+from data.fleet import FIRST, LONGEST, served_model, urls_of
 from data.generate import Request
 from data.prepare import dialogues_folder, prepare
 from data.regenerate import regenerate
 from data.rows import Dialogue
-from data.server_answers import ServerAnswers, served_model, urls_of
+from data.server_answers import ServerAnswers
 from data.synthesize import synthesize
 from tiny_writer import SMALL, content, tiny_writer, turns
 
@@ -103,7 +103,7 @@ def test_a_seed_for_each_request(verifier, served):
         ("garbage", "expected JSON from /v1/completions, found '<html>bad"),
         ("shape", "expected a completion, found"),
         ("abort", "an answer that ended by 'abort'"),
-        ("truncated", "an answer cut at 1 of 12 tokens"),
+        ("truncated", "an answer cut at "),
         ("hang", "no answer within 1.5 s"),
         ("trickle", "no answer within 1.5 s"),
     ],
