@@ -18,7 +18,7 @@ ENGINES ?= vllm vllm_server openvino llamacpp
 space := $(subst ,, )
 comma := ,
 
-.PHONY: help setup demo bench bench-full test exactness serve-check gpu-check check clean
+.PHONY: help setup demo bench bench-full test exactness faults fuzz serve-check gpu-check check clean
 .PRECIOUS: outputs/serve-check/%/alpha.json .engines/%/.done
 
 help: ## this page
@@ -53,6 +53,12 @@ test: setup ## the whole test suite
 
 exactness: setup ## the exactness suite with its calibration over 500 seeds, and SmolLM2 by every drafter: half an hour
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_exactness.py tests/test_identity.py tests/test_acceptance.py
+
+faults: setup ## kills, damage, full disks, servers that fail: the fault table in outputs/faults.md; a quarter of an hour
+	FAULT_TABLE=outputs/faults.md $(BIN)/python -m pytest -m slow tests/test_kills.py $(wildcard tests/test_faults_*.py)
+
+fuzz: setup ## 10,000 cases for every parser, and a million rows of data
+	$(BIN)/python -m pytest -m slow $(wildcard tests/test_fuzz_*.py) tests/test_million.py
 
 serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) $(TRAINED) ## real engines with our exports against our own loop (engines are installed first)
 	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]

@@ -7,9 +7,10 @@ COLUMNS = ("", "injected", "what the user sees", "what was lost")
 
 def table(stats: dict[str, list]) -> str:
     """Markdown, from a terminal reporter's reports by outcome; a test that failed or was skipped is a row as well."""
-    rows = []
+    rows, seconds = [], 0.0
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in stats.get(outcome, []):
+            seconds += report.duration
             found = [values for name, values in report.user_properties if name == "fault"]
             if outcome in ("failed", "error"):
                 rows.append((report.nodeid, "the test failed", "?"))
@@ -18,7 +19,8 @@ def table(stats: dict[str, list]) -> str:
             elif report.when == "call":
                 rows += found
     lines = [_line(COLUMNS), _line("---" for _ in COLUMNS)]
-    return "\n".join(lines + [_line((str(number), *row)) for number, row in enumerate(rows, 1)])
+    lines += [_line((number, *row)) for number, row in enumerate(rows, 1)]
+    return "\n".join([*lines, "", f"{len(rows)} rows in {seconds / 60:.1f} minutes."])
 
 
 def _line(cells) -> str:

@@ -7,10 +7,8 @@ and not Python's imports. The tests that use this write the fault table: see `fa
 from __future__ import annotations
 
 import atexit
-import csv
 import ctypes
 import functools
-import hashlib
 import importlib
 import json
 import multiprocessing
@@ -27,15 +25,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-
 from tiny_writer import tiny_writer
 
 ROOT = Path(__file__).parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train.main", "data.command", "eval.command", "models.export.openvino"])
-CLOCKS = ("train/seconds", "train/tokens_per_second")  # columns of metrics.csv that no two runs share
 
 
 @dataclass(frozen=True)
@@ -93,10 +87,18 @@ def fill(folder: str, room: int = 0) -> None:
             left -= stream.write(b"\0" * min(left, 1 << 16))
 
 
+def hurry(seconds: float = 3.0) -> None:
+    """Servers are given up sooner."""
+    from data.fleet import PATIENCE, Fleet
+
+    defaults = Fleet.__init__.__defaults__
+    Fleet.__init__.__defaults__ = tuple(seconds if value == PATIENCE else value for value in defaults)
+
+
 ACTS: dict[str, Callable] = {
     "signal": lambda number: os.kill(os.getpid(), number),
     "fill": fill,
-    "remove": os.remove,
+    "hurry": hurry,
 }
 
 
@@ -182,6 +184,8 @@ class Site:
         self.started += 1
         folder = self.folder / "said" / f"{self.started:03d}"
         folder.mkdir(parents=True)
+        for name in ("out", "err"):
+            (folder / name).touch()
         settings = {"EYRIE_CACHE": str(self.cache)} | self.environment | environment
         arguments = (command, words, settings, str(folder), sabotage, bound)
         process = FORKS.Process(target=_child, args=arguments, daemon=True)
@@ -282,71 +286,3 @@ def small_disk(folder: Path, size: str = "4m") -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def digest(value) -> str:
-    """A hash of nested dicts and lists of tensors and plain values; equal for bitwise equal contents alone."""
-    found = hashlib.sha256()
-
-    def add(item) -> None:
-        if isinstance(item, torch.Tensor):
-            found.update(f"{item.dtype}{tuple(item.shape)}".encode())
-            found.update(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(item, dict):
-            for key in sorted(item, key=str):
-                found.update(repr(key).encode())
-                add(item[key])
-        elif isinstance(item, (list, tuple)):
-            found.update(f"{len(item)}".encode())
-            for each in item:
-                add(each)
-        else:
-            found.update(repr(item).encode())
-
-    add(value)
-    return found.hexdigest()
-
-
-def metrics(folder: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv, clocks left out."""
-    with (folder / "metrics.csv").open(newline="") as stream:
-        return [{k: v for k, v in row.items() if k not in CLOCKS} for row in csv.DictReader(stream)]
-
-
-def newest(folder: Path) -> Path:
-    """The checkpoint of a run that was written last."""
-    return max((folder / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-
-
-def run_prints(folder: Path) -> dict[str, str]:
-    """Of each artefact of a finished run a hash, times left out: two runs are bitwise equal where these are."""
-    saved = torch.load(newest(folder), weights_only=True, map_location="cpu")
-    kept = {name: value for name, value in saved["eyrie"].items() if name not in ("elapsed", "verifier")}
-    kept["verifier"] = saved["eyrie"]["verifier"]["weights_hash"]
-    kept["loader"] = {name: value for name, value in kept["loader"].items() if name != "files"}  # and where they lie
-    alpha = json.loads((folder / "alpha.json").read_text())
-    counted = ("tau", "alpha", "alpha_by_depth", "accepted_by_position", "verify_calls", "drafted", "emitted")
-    prints = {
-        "weights": digest(saved["state_dict"]),
-        "optimizer": digest(saved["optimizer_states"]),
-        "place, counts": digest(kept),
-        "step": str(saved["global_step"]),
-        "head": digest(load_file(folder / "head" / "head.safetensors")),
-        "export": digest(load_file(folder / "export" / "model.safetensors")),
-        "metrics": digest(metrics(folder)),
-        "acceptance": digest({name: alpha[name] for name in counted}),
-    }
-    return prints
-
-
-def tree_prints(folder: Path, pattern: str) -> dict[str, str]:
-    """sha256 of the files of a folder that match."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.glob(pattern))
-        if path.is_file()
-    }
-
-
-def copy(source: Path, target: Path) -> Path:
-    return Path(shutil.copytree(source, target, symlinks=True))

@@ -4,7 +4,9 @@ import signal
 import subprocess
 
 import pytest
-from faults import Sabotage, Site, fill, run_prints, small_disk, undisturbed
+
+from fault_prints import run_prints
+from faults import Sabotage, Site, fill, small_disk, undisturbed
 
 pytestmark = pytest.mark.slow
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import pytest
+
 from faults import Site
 
 pytestmark = pytest.mark.slow

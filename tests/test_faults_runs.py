@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import Sabotage, Site, run_prints, save_verifier, undisturbed
+
+from fault_prints import run_prints
+from faults import Sabotage, Site, save_verifier, undisturbed
 
 pytestmark = pytest.mark.slow
 STEP = "train.module.HeadModule.training_step"

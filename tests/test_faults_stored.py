@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import Sabotage, Site, calm, run_prints, save_verifier, undisturbed
 from safetensors.torch import load_file, save_file
 
 from data.files import file_hash, read_json, write_json
+from fault_prints import run_prints
+from faults import Sabotage, Site, calm, save_verifier, undisturbed
 
 pytestmark = pytest.mark.slow
 

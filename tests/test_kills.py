@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import Ended, Sabotage, Site, run_prints, save_prompts, tree_prints, undisturbed
 
+from fault_prints import run_prints, tree_prints
+from faults import Ended, Sabotage, Site, save_prompts, undisturbed
 from tiny_writer import content
 
 pytestmark = pytest.mark.slow

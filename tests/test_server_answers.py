@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from answer_stub import Stub, Time
 
+from answer_stub import Stub, Time
 from conf.cli import reported
 from conf.errors import UserError
 from conf.schema import DataConf
