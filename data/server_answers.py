@@ -218,7 +218,7 @@ class ServerAnswers:
         return Generation(request.id, ids, "length", exact=exact)
 
     def _tokenised(self, text: str, stopped: bool, limit: int) -> list[int]:
-        """At most `limit` ids; the last is the template's end of turn where the text stopped, else no half character."""
+        """At most `limit` ids: the last the template's end of turn where the text stopped, else no half character."""
         if not stopped:
             return chat.encode(self.verifier.tokenizer, text.rstrip("\ufffd"))[:limit]
         end = (chat.answer_end_ids(self.verifier.tokenizer) or self.verifier.eos_ids)[-1]
