@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -172,7 +173,13 @@ def _compose(command: str, overrides: list[str]) -> Any:
 def _plain_objects(cfg: Any) -> Any:
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError(f"{missing[0]} has no value: give {missing[0]}=...")
-    return OmegaConf.to_object(cfg)
+    values = OmegaConf.to_object(cfg)
+    name = getattr(values, "name", None)
+    if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(
+            f"a run's name is a folder's: expected letters, digits, _ . -, found {name!r}; give name="
+        )
+    return values
 
 
 def _under_hydra(command: str, run: Callable, resolve: Callable | None, words: list[str]) -> None:

@@ -6,6 +6,7 @@ has its command line. Here stay the final norm and the LM head (verifier.whole=f
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from models.verifier import Verifier
 BATCH = 32  # documents under way at a time
 ANSWER = 600.0  # seconds to wait for one document
 WRITTEN = 60.0  # seconds from the answer until its file must be whole
+LARGEST_HEADER = 1 << 20  # bytes of a safetensors file beside its tensors
 TIE = 0.5  # by how much the server's greedy token may lie below ours, in logits
 SAME = {torch.float32: 1e-3}  # relative difference of states, mean over tokens, that rounding explains;
 SAME_ROUGHLY = 0.05  # of bfloat16 and float16. A layer further is a quarter in SmolLM2
@@ -131,7 +133,22 @@ class ServerStates:
                 f"{self.url} serves {self.model} and writes no hidden states: start it with the method "
                 "extract_hidden_states and its connector (docs/scaling.md)"
             )
-        return self._read(Path(path), document), token
+        return self._read(self._its_own(path), document), token
+
+    def _its_own(self, named: str) -> Path:
+        """The file that the server names, which is read and then removed. UserError where it can't be one of its own.
+
+        Its lock is opened for writing before anything is read: it must be what vLLM leaves, empty and of that name.
+        """
+        path, lock = Path(named), Path(f"{named}.lock")
+        plain = path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors" and "\0" not in named
+        files = plain and all(not file.exists() or file.is_file() and not file.is_symlink() for file in (path, lock))
+        if not files or lock.exists() and lock.stat().st_size:
+            raise UserError(
+                f"{self.url} names {named} for its states: expected a file of its own, /FOLDER/NAME.safetensors and no "
+                "link; nothing was read or removed"
+            )
+        return path
 
     def _read(self, path: Path, document: Document) -> Tensor:
         lock, shape = Path(f"{path}.lock"), (len(document.input_ids), len(self.layers), self.verifier.hidden_size)
@@ -139,8 +156,12 @@ class ServerStates:
             if lock.exists():  # held while the file is written
                 with FileLock(lock, timeout=WRITTEN):
                     pass
+            if path.stat().st_size > 8 * math.prod(shape) + 8 * shape[0] + LARGEST_HEADER:
+                raise KeyError("a file of another size")
             file = load_file(path)
             states_TAD, ids_T = file["hidden_states"], file["token_ids"]
+            if len(file) > 2:
+                raise KeyError("other tensors beside them")
         except Timeout as error:
             raise UserError(f"{self.url} did not finish {path} within {WRITTEN:g} s; see its log") from error
         except FileNotFoundError as error:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from conf.cli import Outcome
 from conf.errors import UserError
+from conf.parse import yaml_file
 from conf.terminal import TextConsole
 from eval.alpha import AlphaReport, evaluate
 from eval.measure import EvalSettings
@@ -120,17 +121,19 @@ def candidate_of(head: torch.nn.Module, run: Path, weights: Path | None = None) 
 def load_verifier(run: Path, stored: StoredHead, dtype: str, given: dict | None = None) -> Verifier:
     """The verifier of a run's head: `given` settings first, then the run's config.yaml, then the name in the head.
 
-    A revision and the trust in remote code are the source's: another source than the run's gets neither.
+    Trust in remote code is given on the command line alone, for a run folder may come from anywhere; a revision is the
+    source's: another source than the run's has none.
     """
     values = {"source": stored.verifier.name, "device": "auto", "revision": None, "trust_remote_code": False}
     values |= {"device_map": None, "max_memory": None}
     file = head_folder(run).parent / "config.yaml"
     if file.is_file():
-        saved = OmegaConf.to_container(OmegaConf.load(file)).get("verifier") or {}
-        values |= {name: saved[name] for name in values if name in saved}
+        saved = yaml_file(file).get("verifier")
+        saved = saved if isinstance(saved, dict) else {}
+        values |= {name: saved[name] for name in values if name in saved and name != "trust_remote_code"}
     given = {name: value for name, value in (given or {}).items() if value is not None}
     if given.get("source", values["source"]) != values["source"]:
-        values |= {"revision": None, "trust_remote_code": False}
+        values["revision"] = None
     return Verifier.load(dtype=dtype, aux_layers=list(stored.config.aux_layers), **(values | given))
 
 

@@ -53,7 +53,7 @@ def stream(cfg) -> Outcome:
         for call, kept in as_kept(calls, verifier.eos_ids, settings.max_new_tokens):
             rounds.append(call)
             for piece, drafted in pieces(verifier.tokenizer, tokens, kept, call.accepted):
-                console.print(Text(printable(piece, KEPT), style=DRAFTED if drafted else ""), end="", soft_wrap=True)
+                console.print(words(piece, drafted), end="", soft_wrap=True)
             tokens += kept
     counts, seconds = Counts(), sum(call.seconds for call in rounds[1:])
     for call in rounds[1:]:
@@ -63,6 +63,11 @@ def stream(cfg) -> Outcome:
     text = verifier.tokenizer.decode(tokens, skip_special_tokens=True)
     values = {"text": text, "tokens": tokens, "tau": counts.tau, "tokens_per_second": rate}
     return Outcome(None, values | {"rounds": [asdict(call) for call in rounds]})
+
+
+def words(piece: str, drafted: bool) -> Text:
+    """A piece of the answer as the terminal shows it: text, whatever codes or markup the model wrote."""
+    return Text(printable(piece, KEPT), style=DRAFTED if drafted else "")
 
 
 def asked(prompt: str | None) -> str:

