@@ -140,17 +140,29 @@ def _rows(tables: Iterable[pa.Table | pa.RecordBatch], path: str | Path) -> Iter
     number = 0
     for table in tables:
         table = table.select(_known(table.schema.names, path))
+        _check(table)
         for start in range(0, table.num_rows, BATCH):
             for row in _values(table.slice(start, BATCH)):
                 number += 1
                 yield number, row, None
 
 
+def _check(table: pa.Table | pa.RecordBatch) -> None:
+    """ArrowInvalid where values would lie outside the file's own bytes: an Arrow file is memory, used as it is."""
+    import pyarrow as pa
+
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # such rows are dropped one by one
+            raise
+
+
 def _values(table: pa.Table | pa.RecordBatch) -> list[dict | Drop]:
     types = {field.name: field.type for field in table.schema}
     try:
         return [{key: _value(value, types[key]) for key, value in row.items()} for row in table.to_pylist()]
-    except (UnicodeDecodeError, Drop) as error:  # Drop: of JSON in a column
+    except (UnicodeDecodeError, SystemError, Drop) as error:  # Drop: of JSON in a column
         if table.num_rows == 1:
             return [error if isinstance(error, Drop) else Drop("not UTF-8")]
         return [value for index in range(table.num_rows) for value in _values(table.slice(index, 1))]
