@@ -259,6 +259,39 @@ class StreamCommandConf(CandidateConf):
 
 
 @dataclass
+class SweepCommandConf(CandidateConf):
+    """python -m eval.sweep: temperature=, decode.batch=, context= and decode.depth= are the middle"""
+
+    context: int = 0  # tokens of a prompt, earlier turns included; 0: prompts as they are
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.3, 0.6, 0.8, 1.0, 1.3])
+    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    contexts: list[int] = field(default_factory=lambda: [0, 512, 1024, 2048, 4096])
+    depths: list[int] = field(default_factory=lambda: [1, 2, 3, 5, 7, 10])  # N
+    grid: bool = False  # every combination, not one axis at a time around the middle
+    prompts: Any = field(default_factory=lambda: ["eyrie"])
+    limit: int | None = 6  # prompts per suite, evenly spaced; null: all
+    repeats: int = 2  # how often each prompt is decoded at a point, at least; full batches take more
+    # suites or files whose questions, and the verifier's answers to them, are the earlier turns of long contexts
+    earlier: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
+    plots: bool = True
+    out: str | None = None  # null: sweep-KEY in the run folder, the same for the same settings: what is done is kept
+
+
+@dataclass
+class DiagnoseCommandConf(CandidateConf):
+    """python -m eval.diagnose"""
+
+    prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])
+    limit: int | None = 20  # prompts per suite, evenly spaced; null: all
+    # a Jinja file: where one of the verifier's chat template and the head's is another than it should be, this is the
+    # other one. The head's may be the verifier's own, then this is the one that prompts come in
+    template: str | None = None
+    unlikely: float = 0.3  # the verifier is unsure where its best token is less probable than this
+    plots: bool = True
+    out: str | None = None  # null: a new diagnose-TIME in the run folder
+
+
+@dataclass
 class ServeCheckCommandConf(RunConf):
     """python -m eval.serving.check, which `make serve-check` runs"""
 
@@ -382,6 +415,8 @@ COMMANDS = {
     "data": DataCommandConf,
     "eval": EvalCommandConf,
     "stream": StreamCommandConf,
+    "sweep": SweepCommandConf,
+    "diagnose": DiagnoseCommandConf,
     "serve_check": ServeCheckCommandConf,
     "report": ReportCommandConf,
     "compare": CompareCommandConf,
