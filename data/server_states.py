@@ -177,6 +177,8 @@ class ServerStates:
             raise UserError(
                 f"expected the {len(document.input_ids)} ids of document {document.id} in {path}, found others"
             )
+        if states_TAD.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"{self.url}: expected states in float32, bfloat16 or float16, found {states_TAD.dtype}")
         if tuple(states_TAD.shape) != shape:
             raise UserError(
                 f"{self.url}: expected [tokens, layers, width] = {list(shape)} of {self.verifier.name}, found "

@@ -297,8 +297,8 @@ class _Writer:
         """What lies beside a shard; None unless both are whole."""
         path = self._path(number)
         entry = read_json(path.with_suffix(".json"))
-        whole = {"file", "bytes", "sha256"} <= entry.keys() and path.is_file()
-        return entry if whole and path.stat().st_size == entry["bytes"] else None
+        named = entry.get("file") == path.name and isinstance(entry.get("sha256"), str)  # the file is no other folder's
+        return entry if named and path.is_file() and path.stat().st_size == entry.get("bytes") else None
 
     def _write(self, number: int) -> None:
         documents, path, dtype = self._documents(number), self._path(number), self.index["dtype"]
