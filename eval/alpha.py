@@ -9,10 +9,12 @@ from itertools import takewhile
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from conf.errors import UserError
 from data.files import replacing
 from eval.counts import Counts, bootstrap_tau, pool, ratio, repeated_tokens, wilson
+from eval.exposure import answered, exposure_record, measure_exposure
 from eval.measure import (
     TIE,
     EvalSettings,
@@ -26,8 +28,10 @@ from eval.measure import (
     use_threads,
 )
 from eval.prompts import Prompt
+from eval.rounds import TEXTS, text_rounds, write_rounds
 from eval.speculative.drafter import Drafter
 from eval.theory import Times, measured_outlook
+from models.heads.eagle import EagleHead
 
 DEFINITIONS = {
     "tau": "1 + accepted / verify_calls: emitted tokens per verify call, the verifier's own included, the prefill's "
@@ -51,7 +55,11 @@ DEFINITIONS = {
     "measured": "loop: by the speculative loop. replay: the loop's rounds followed on the verifier's recorded greedy "
     "text, which gives the same acceptance and no speed; the verifier's times are then those of one prompt, and drafts "
     "are timed without verify calls between them.",
-    "intervals": "95 %: Wilson for shares, bootstrap over prompts for tau.",
+    "exposure": "EAGLE heads, greedy: at every anchor of the texts, by own features read. true_accuracy, own_accuracy: "
+    "the same drafts with the verifier's true features and with the head's own, where all drafts before passed; gap: "
+    "their difference, which is exposure bias. teacher_forced: true features, whatever passed before. "
+    "own_given_tokens: own features and the text's tokens, whatever passed before.",
+    "intervals": "95 %: Wilson for shares, bootstrap over prompts for tau and exposure.",
 }  # fmt: skip
 
 
@@ -103,15 +111,18 @@ class AlphaReport:
     by_category: dict[str, dict]
     prompts: list[dict]
     skipped: list[str]
-    samples: list[dict]
+    exposure: dict | None
+    texts: list[dict]
     definitions: dict[str, str] = field(default_factory=lambda: dict(DEFINITIONS))
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        """All but `texts`."""
+        return {name: value for name, value in asdict(self).items() if name != "texts"}
 
     def write(self, path: Path) -> Path:
-        """Writes alpha.json whole or not at all."""
+        """Writes alpha.json whole or not at all, and before it the `texts` as rounds.json (eval.rounds) beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        write_rounds(path.parent, self.texts)
         with replacing(path) as part:
             part.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         return path
@@ -125,8 +136,11 @@ def evaluate(
     progress: bool = True,
     head: str | None = None,
     head_hash: str | None = None,
+    module: nn.Module | None = None,
 ) -> AlphaReport:
     """Measures a drafter on `prompts`. `head`, `head_hash`: how it is named in the report.
+
+    module: the head itself; of an EAGLE head, exposure bias is counted on the greedy texts as well.
 
     Prompts that leave no room for the answer within the verifier's positions are skipped and listed.
     Raises UserError when none is left.
@@ -149,11 +163,20 @@ def evaluate(
             times = measure_times(verifier, drafter, runs, settings.batch) if settings.baseline else None
         same_rule = settings.baseline and settings.sampling.greedy and not settings.replay
         found = [first_difference(verifier, run) for run in runs] if same_rule else []
+        exposure = _exposure(verifier, module, runs, settings)
     return _report(verifier, drafter, runs, settings, times, [f for f in found if f], same_rule, threads, head,
-                   head_hash, [p.id for p in prompts if len(p.input_ids) > room])  # fmt: skip
+                   head_hash, [p.id for p in prompts if len(p.input_ids) > room], exposure)  # fmt: skip
 
 
-def _report(verifier, drafter, runs, settings, times, found, same_rule, threads, head, head_hash, skipped):
+def _exposure(verifier, module: nn.Module | None, runs: Sequence[PromptRun], settings: EvalSettings) -> dict | None:
+    """`exposure` of an alpha.json. None for a head without own features, and for sampled text."""
+    if not isinstance(module, EagleHead) or not settings.sampling.greedy:
+        return None
+    documents = [answered(run.prompt, run.speculative.tokens) for run in runs]
+    return exposure_record(measure_exposure(verifier, {"head": module}, documents, settings.depth)["head"])
+
+
+def _report(verifier, drafter, runs, settings, times, found, same_rule, threads, head, head_hash, skipped, exposure):
     counts = pool(run.counts for run in runs)
     differences = [f for f in found if f["gap"] >= TIE]
     rate = None if settings.replay else ratio(*decode_rate(run.speculative for run in runs))
@@ -196,7 +219,8 @@ def _report(verifier, drafter, runs, settings, times, found, same_rule, threads,
         by_category=_by_category(runs),
         prompts=[_prompt_row(run) for run in runs],
         skipped=skipped,
-        samples=[_sample(verifier.tokenizer, run) for run in _one_of_each(runs, 3)],
+        exposure=exposure,
+        texts=[_text(verifier.tokenizer, run) for run in _one_of_each(runs, TEXTS)],
     )
 
 
@@ -296,21 +320,11 @@ def _prompt_row(run: PromptRun) -> dict:
 
 def _one_of_each(runs: Sequence[PromptRun], most: int) -> list[PromptRun]:
     """The first run of each category, `most` at most."""
-    return list({run.prompt.category: run for run in reversed(runs)}.values())[::-1][:most]
+    first: dict[str, PromptRun] = {}
+    for run in runs:
+        first.setdefault(run.prompt.category, run)
+    return list(first.values())[:most]
 
 
-def _sample(tokenizer, run: PromptRun) -> dict:
-    """A text as rounds of [accepted pieces, the verifier's own piece], cut where the text was."""
-    kept, rounds = len(run.speculative.tokens), [[[], tokenizer.decode([run.speculative.tokens[0]])]]
-    at = 1
-    for call in run.speculative.rounds:
-        pieces = [tokenizer.decode([token]) for token in call.emitted[: kept - at]]
-        whole = len(pieces) == len(call.emitted)
-        rounds.append([pieces[:-1], pieces[-1]] if whole else [pieces, ""])
-        at += len(call.emitted)
-    return {
-        "id": run.prompt.id,
-        "category": run.prompt.category,
-        "prompt": tokenizer.decode(list(run.prompt.input_ids)),
-        "rounds": rounds,
-    }
+def _text(tokenizer, run: PromptRun) -> dict:
+    return text_rounds(tokenizer, run.prompt.id, run.prompt.category, run.prompt.input_ids, run.speculative)

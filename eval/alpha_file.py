@@ -11,7 +11,8 @@ from conf.errors import UserError
 from conf.parse import json_file
 
 MOST_DEPTHS = 1000
-OLD = {"measured": "loop", "batch": 1, "predicted_speedup": None}  # what older files lack
+# What older files lack, and `samples`, which newer ones have in rounds.json.
+OLD = {"measured": "loop", "batch": 1, "predicted_speedup": None, "exposure": None, "samples": []}
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Number = Annotated[float, Field(ge=-1e15, le=1e15)]
@@ -68,6 +69,27 @@ class PromptRow(_Part):
     @model_validator(mode="after")
     def _shares(self) -> Self:
         return _check_shares(self)
+
+
+class Exposure(_Part):
+    """By own features read; `eval.exposure.exposure_record`."""
+
+    tested: Annotated[list[Count], Depths]
+    counted: list[Count]
+    true_accuracy: list[Share | None]
+    true_accuracy_interval: list[Span | None]
+    own_accuracy: list[Share | None]
+    own_accuracy_interval: list[Span | None]
+    gap: list[Number | None]
+    gap_interval: list[Span | None]
+    teacher_forced: list[Share | None]
+    own_given_tokens: list[Share | None]
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if any(len(values) != len(self.tested) for _, values in self):
+            raise ValueError("lists by depth are not of one length")
+        return self
 
 
 class Difference(_Part):
@@ -127,7 +149,8 @@ class AlphaFile(_Part):
     predicted_speedup: Number | None = OLD["predicted_speedup"]
     by_category: dict[str, Category]
     prompts: list[PromptRow]
-    samples: list[Sample]
+    exposure: Exposure | None = OLD["exposure"]
+    samples: list[Sample] = OLD["samples"]
     definitions: dict[str, str]
 
     @model_validator(mode="after")

@@ -183,6 +183,7 @@ def measure(
         progress,
         head=candidate.name,
         head_hash=candidate.hash,
+        module=candidate.head,
     )
     if candidate.head is not None:
         warn_at_chance(report, verifier, candidate.head)

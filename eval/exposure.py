@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 TOKENS = 2048  # of documents whose states exist at once
 LOGITS = 2**24  # draft logits that exist at once
 RESAMPLES = 2000
+ENOUGH = 5  # documents for an interval over documents
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,14 @@ def measure_heads(
 
 
 def answer(recording: Recording) -> Document:
-    """A prompt with what was handed out of its recorded answer, which is the one span."""
-    prompt, text = recording.prompt.input_ids, recording.tokens[: recording.length]
-    return Document(recording.prompt.id, [*prompt, *text], [(len(prompt), len(prompt) + len(text))])
+    """A prompt with what was handed out of its recorded answer."""
+    return answered(recording.prompt, recording.tokens[: recording.length])
+
+
+def answered(prompt: Prompt, text: Sequence[int]) -> Document:
+    """A prompt with its text, which is the one span."""
+    ids = [*prompt.input_ids, *text]
+    return Document(prompt.id, ids, [(len(prompt.input_ids), len(ids))])
 
 
 def _portions(documents: Sequence[Document]) -> Iterator[list[Document]]:
@@ -207,3 +213,37 @@ def intervals(samples_SK: np.ndarray) -> list[list[float] | None]:
         enough = len(kept) > 0.99 * len(column)
         found.append([float(x) for x in np.percentile(kept, [2.5, 97.5])] if enough else None)
     return found
+
+
+def accuracies(seen: Exposure, draws_SN: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """The shares that the counts are counted for, [1, K], or of each resample, [S, K]."""
+    return {
+        "true_accuracy": shares(seen.true, seen.tested, draws_SN),
+        "own_accuracy": shares(seen.own, seen.tested, draws_SN),
+        "gap": shares(seen.true - seen.own, seen.tested, draws_SN),
+        "teacher_forced": shares(seen.forced, seen.counted, draws_SN),
+        "own_given_tokens": shares(seen.given, seen.counted, draws_SN),
+    }
+
+
+def described(values: dict[str, np.ndarray], samples: dict[str, np.ndarray]) -> dict[str, list]:
+    """Each quantity as a list by depth, with its intervals under NAME_interval."""
+    found = {}
+    for name, value in values.items():
+        spans = intervals(samples[name])
+        found[name] = listed(value)
+        found[f"{name}_interval"] = [None if x is None else both for x, both in zip(found[name], spans, strict=True)]
+    return found
+
+
+def listed(value_1K: np.ndarray) -> list[float | None]:
+    """None where there was nothing to count."""
+    return [None if np.isnan(x) else float(x) for x in value_1K[0]]
+
+
+def exposure_record(seen: Exposure) -> dict:
+    """One head's exposure bias as alpha.json has it: shares by depth with intervals over documents."""
+    documents = len(seen.counted)
+    draws_SN = draws(documents, RESAMPLES if documents >= ENOUGH else 0)
+    shown = described(accuracies(seen), accuracies(seen, draws_SN))
+    return {"counted": seen.counted.sum(0).tolist(), "tested": seen.tested.sum(0).tolist(), **shown}

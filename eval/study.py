@@ -17,7 +17,7 @@ from rich.table import Table
 from data.files import write_json
 from eval import report
 from eval.counts import Counts
-from eval.exposure import RESAMPLES, Exposure, draws, intervals, shares
+from eval.exposure import ENOUGH, RESAMPLES, Exposure, accuracies, described, draws, listed, shares
 from eval.plots import COLOURS, LINE, new_figure, plain, read_metrics, save_figure
 from eval.tables import markdown_table, number, span
 
@@ -28,7 +28,6 @@ EXPLANATION = (
     "training, as scheduled sampling (Bengio et al. 2015) gives a sequence model its own outputs in place of the true "
     "ones, so that it learns on the inputs that it will have."
 )
-ENOUGH = 5  # prompts for an interval over prompts
 DEFINITIONS = {
     "depth": "n: how many of its own features the head has read when it drafts; 0 is the first draft of a verify call "
     "(depth 1 in alpha.json), so depth n is n-alpha as the EAGLE papers count it.",
@@ -101,16 +100,11 @@ class _Pooled:
 
     def samples(self, draws_SN: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Every measured quantity, [1, K], or of each resample, [S, K]; tau has one column."""
-        seen = self.exposure
-        values = {
+        return {
             "n_alpha": shares(self.accepted_NK, self.tested_NK, draws_SN),
-            "true_accuracy": shares(seen.true, seen.tested, draws_SN),
-            "own_accuracy": shares(seen.own, seen.tested, draws_SN),
-            "gap": shares(seen.true - seen.own, seen.tested, draws_SN),
-            "teacher_forced": shares(seen.forced, seen.counted, draws_SN),
-            "own_given_tokens": shares(seen.given, seen.counted, draws_SN),
+            **accuracies(self.exposure, draws_SN),
+            "tau": 1 + shares(self.passed_N1, self.calls_N1, draws_SN),
         }
-        return values | {"tau": 1 + shares(self.passed_N1, self.calls_N1, draws_SN)}
 
 
 def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun], depth: int, provenance: dict) -> dict:
@@ -131,7 +125,7 @@ def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun],
             "steps": [run.trained["steps"] for run in own],
             "training_seconds": [run.trained["seconds"] for run in own],
             **_described(values[name], samples[name]),
-            "n_alpha_by_seed": [_plain(_Pooled.of([run], depth).samples()["n_alpha"]) for run in own],
+            "n_alpha_by_seed": [listed(_Pooled.of([run], depth).samples()["n_alpha"]) for run in own],
             "training_accuracy": np.mean([run.training_accuracy for run in own], axis=0).tolist(),
             "tested": pooled.exposure.tested.sum(0).tolist(),
             "loop_tested": pooled.tested_NK.sum(0).tolist(),
@@ -157,19 +151,9 @@ def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun],
 
 
 def _described(values: dict[str, np.ndarray], samples: dict[str, np.ndarray]) -> dict:
-    """Each quantity as a list by depth (tau: a number), with its interval under NAME_interval."""
-    described = {}
-    for name, value in values.items():
-        found, spans = _plain(value), intervals(samples[name])
-        spans = [None if middle is None else both for middle, both in zip(found, spans, strict=True)]
-        if name == "tau":
-            found, spans = found[0], spans[0]
-        described |= {name: found, f"{name}_interval": spans}
-    return described
-
-
-def _plain(value_1K: np.ndarray) -> list[float | None]:
-    return [None if np.isnan(x) else float(x) for x in value_1K[0]]
+    """`described`, but tau is a number."""
+    found = described(values, samples)
+    return found | {name: found[name][0] for name in ("tau", "tau_interval")}
 
 
 # --- what people see ------------------------------------------------------------------------------------------

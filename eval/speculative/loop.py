@@ -19,6 +19,7 @@ class Round:
     """One verify call of one sequence, before anything is cut off by end-of-turn or length.
 
     drafted: the candidates, every node of a tree; depth: their levels; accepted: how many of them passed.
+    parents: of each candidate the one that it follows, by its place in `drafted`; -1: the pending token.
     tested: how many depths were tried along the accepted path: one more than passed, unless it ended in a leaf.
     emitted: the accepted ones, then the verifier's own token.
     prefill: the round that only ran the prompt: one emitted token, and no part of tau.
@@ -34,6 +35,7 @@ class Round:
     prefill: bool = False
     sequence: int = 0
     source: str = ""
+    parents: tuple[int, ...] = ()
     draft_seconds: float = 0.0
     draft_first_seconds: float | None = None
     draft_step_seconds: float | None = None
@@ -192,16 +194,17 @@ def _features(decoded, rows_BA: Sequence[Sequence[int]]) -> Features:
 
 def round_of(nodes: Nodes, verdict: Accepted, emitted: Sequence[int], **rest) -> Round:
     """The record of one sequence's verify call; `rest`: further fields."""
-    drafted, depths, inner = [], {-1: 0}, set()
+    drafted, parents, places, depths, inner = [], [], {-1: -1}, {-1: 0}, set()
     for n, node in enumerate(nodes):
         if node is not None and node[0] in depths:
-            depths[n] = depths[node[0]] + 1
+            places[n], depths[n] = len(drafted), depths[node[0]] + 1
             inner.add(node[0])
+            parents.append(places[node[0]])
             drafted.append(node[1])
     end = verdict.nodes[-1] if verdict.nodes else -1
     accepted = len(verdict.nodes)
     tested = accepted + (end in inner)
-    return Round(tuple(drafted), max(depths.values()), accepted, tuple(emitted), tested, **rest)
+    return Round(tuple(drafted), max(depths.values()), accepted, tuple(emitted), tested, parents=tuple(parents), **rest)
 
 
 def cut(tokens: list[int], eos_ids: tuple[int, ...], max_new_tokens: int) -> tuple[list[int], str]:
