@@ -12,6 +12,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from conf.workload import WorkloadConf
+
 
 @dataclass
 class VerifierConf:
@@ -397,6 +399,18 @@ class SimulateCommandConf(RunConf):
 
 
 @dataclass
+class TunerCommandConf(RunConf):
+    """python -m eval.tuner"""
+
+    run: str | None = None  # a run or evaluation folder with an alpha.json, or such a file: a measured chain
+    tree: str | None = None  # such a folder measured with decode=tree, beside it
+    metrics: Any = None  # instead: a file or address of a vLLM, SGLang or llama.cpp /metrics page, or [before, after]
+    family: str | None = None  # what drafted there, where neither says it
+    workload: WorkloadConf = field(default_factory=WorkloadConf)
+    out: str | None = None  # folder of tuner.md and tuner.json; null: the run's, or outputs/tuner-TIME
+
+
+@dataclass
 class ExportCommandConf(RunConf):
     """python -m models.export"""
 
@@ -424,6 +438,7 @@ COMMANDS = {
     "gpu_check": GpuCheckCommandConf,
     "theory": TheoryCommandConf,
     "simulate": SimulateCommandConf,
+    "tuner": TunerCommandConf,
     "export": ExportCommandConf,
 }
 for _name, _schema in COMMANDS.items():

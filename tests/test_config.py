@@ -14,11 +14,13 @@ from train.resolve import with_defaults
 
 NEEDED = ["data.path=x.jsonl", "verifier.source=x"]  # what folder and jsonl leave to the user
 OPTIONS = [(group, name) for group in groups("train") for name in options(group)]
+FILES = [*OPTIONS, *(("workload", name) for name in options("workload"))]
 
 
 def test_every_group_is_known():
     folders = {path.name for path in Path(CONF).iterdir() if list(path.glob("*.yaml"))}
-    assert folders == set(groups("train")) == set(groups("data"))
+    assert folders - set(groups("tuner")) == set(groups("train")) == set(groups("data"))
+    assert groups("tuner") == ["workload"]
 
 
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
@@ -41,7 +43,7 @@ def test_data_takes_what_training_takes():
     assert load("data", overrides).data == load("train", overrides).data
 
 
-@pytest.mark.parametrize(("group", "name"), OPTIONS)
+@pytest.mark.parametrize(("group", "name"), FILES)
 def test_files_open_with_purpose_and_command(group, name):
     lines = (Path(CONF) / group / f"{name}.yaml").read_text().splitlines()
     opening = " ".join(line for line in lines if line.startswith("#"))
