@@ -27,15 +27,19 @@ def load_prompts(verifier, names: str | Sequence[str], limit: int | None = None)
     sorted file is met.
     Raises UserError for an unknown name, an absent wheel, or a file without a usable row.
     """
+    prompts = []
+    for row in questions(names, limit):
+        ids = render(verifier.tokenizer, row["messages"], add_generation_prompt=True)
+        prompts.append(Prompt(row["id"], row["category"], tuple(ids)))
+    return prompts
+
+
+def questions(names: str | Sequence[str], limit: int | None = None) -> list[dict]:
+    """Their rows {"id", "category", "messages"}; arguments and errors as `load_prompts`."""
     names = [names] if isinstance(names, str) else list(names)
     if not names:
         raise UserError("no prompts named: give prompts=eyrie, humaneval, or a JSONL file")
-    prompts = []
-    for name in names:
-        for row in spaced(read_suite(name), limit):
-            ids = render(verifier.tokenizer, row["messages"], add_generation_prompt=True)
-            prompts.append(Prompt(row["id"], row["category"], tuple(ids)))
-    return prompts
+    return [row for name in names for row in spaced(read_suite(name), limit)]
 
 
 def document_prompts(documents: Iterable, limit: int | None = None, category: str = "held out") -> list[Prompt]:
