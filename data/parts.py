@@ -131,6 +131,12 @@ def _save(path: Path, columns: Columns, rows: int, converter: Converter) -> dict
     return entry
 
 
+def read_corpus(folder: Path) -> Corpus | None:
+    """The documents in a folder of `tokenized`; None where there are none, or nothing that is whole."""
+    entries = _whole(folder)
+    return Corpus([_batch(folder / entry["file"]) for entry in entries]) if entries else None
+
+
 def _write_sealed(path: Path, values: dict) -> None:
     write_json(path, values | {"seal": key_of(values)})
 
