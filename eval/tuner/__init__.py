@@ -1,0 +1,1 @@
+"""Which draft, how many tokens, and when not at all (docs/tuner.md)."""
