@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class WorkloadConf:
-    """Numbers that are null are unknown; which ones are needed then is said in one line."""
+    """Numbers that are null are unknown; which ones are needed then is said in one line. No tasks: chat."""
 
     name: str | None = None
     # The verifier. Its shape gives bytes and operations where no times were measured.
@@ -31,8 +31,7 @@ class WorkloadConf:
     answer_tokens: int = 256
     p50_ms: float | None = None  # a token, on average
     p99_ms: float | None = None  # the longest wait for the next tokens: a round of drafts and verify
-    # shares of chat, code, math, instructions, summary, creative
-    tasks: dict[str, float] = field(default_factory=lambda: {"chat": 1.0})
+    tasks: dict[str, float] = field(default_factory=dict)  # shares of chat, code, math, instructions, summary, creative
     temperature: float = 0.0
     # The engine
     engine: str = "vllm"  # vllm | sglang | tensorrt_llm | llamacpp | openvino | transformers | eyrie | other
@@ -50,3 +49,7 @@ class WorkloadConf:
     tokenizer: str | None = None
     head_verifier_revision: str | None = None
     head_tokenizer: str | None = None
+
+    @property
+    def mix(self) -> dict[str, float]:
+        return dict(self.tasks) or {"chat": 1.0}

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+from scipy.optimize import isotonic_regression
+
 from conf.errors import UserError
 from conf.workload import WorkloadConf
 from eval.theory.model import Times, batch_times
@@ -50,23 +53,25 @@ class Costs:
         return expected * self.times.decode / self.round(depth, rows, sign)
 
 
-def measured_costs(
-    times: dict, run_batch: int, batch: int, speedup: float | None, predicted: float | None, source: str
-):
-    """From an alpha.json. Its error is how far the speed-up that it predicts is from the one it measured."""
-    off = abs(predicted / speedup - 1) if speedup and predicted else 0.0
-    one = Times.of_record(times)
-    if run_batch != batch:
-        one = batch_times(one, batch, DEEP)
+def measured_costs(record: dict, batch: int) -> Costs:
+    """From an alpha.json. Its error is how far the speed-up that it predicts is from the one that it measured.
+
+    Noise is no gain: a wider call is never taken to be cheaper, nor any than a plain step.
+    """
+    found, promised = record["speedup"], record["predicted_speedup"]
+    error = max(LEAST, abs(promised / found - 1)) if found and promised else LEAST
+    times, run_batch = Times.of_record(record["times"]), record["batch"]
+    rising = np.maximum(times.decode, isotonic_regression([s for _, s in sorted(times.verify_by_width.items())]).x)
+    times = replace(times, verify_by_width=dict(zip(sorted(times.verify_by_width), rising.tolist(), strict=True)))
+    source = f"times of the run, {record['dtype']}, {record['threads']} threads, {record['device']}"
+    if run_batch == batch:  # a run has a sequence's share of its call
+        times = Times(times.decode * batch, {rows: s * batch for rows, s in times.verify_by_width.items()},
+                      times.draft_first * batch, times.draft * batch, times.other * batch)  # fmt: skip
+    else:
+        assert run_batch == 1, run_batch
+        times = batch_times(times, batch, DEEP)
         source += f", reckoned for {batch} sequences by width"
-    elif batch > 1:  # a sequence's share of the call
-        one = replace(
-            one,
-            decode=one.decode * batch,
-            verify_by_width={rows: seconds * batch for rows, seconds in one.verify_by_width.items()},
-            draft_first=one.draft_first * batch, draft=one.draft * batch, other=one.other * batch,
-        )  # fmt: skip
-    return Costs(one, "measured", source, max(LEAST, off))
+    return Costs(times, "measured", source, error)
 
 
 def roofline(load: WorkloadConf, family: str, batch: int | None = None) -> Costs:
@@ -79,16 +84,20 @@ def roofline(load: WorkloadConf, family: str, batch: int | None = None) -> Costs
         read = parameters * load.weight_bits / 8 + batch * context(load) * kv_bytes(load) * layers / load.layers
         return read / bandwidth + 2 * parameters * batch * rows / products
 
-    def verify(rows: int) -> float:
-        own = LOOKAHEAD_ROWS if family == "lookahead" and rows > 1 else 0
-        return call(load.parameters * 1e9, load.layers, rows + own)
-
     first, later = (call(size, family.startswith("eagle"), 1) if size else 0.0 for size in draft_sizes(load, family))
     other = 0.0 if "cpu" in (load.accelerator or "").lower() else LAUNCH
-    by_rows = {rows: verify(rows) for rows in range(1, DEEP + 2)}
+    by_rows = {rows: call(load.parameters * 1e9, load.layers, rows) for rows in range(1, DEEP + LOOKAHEAD_ROWS + 2)}
     machine = f"{load.bandwidth:g} GB/s and {load.tflops:g} TFLOPS of {load.accelerator or 'the machine'}"
     source = f"reckoned: {machine}, {READ:.0%} and {MULTIPLIED:.0%} of them reached; {load.weight_bits:g}-bit weights"
-    return Costs(Times(by_rows[1], by_rows, first, later, other), "assumption", source)
+    return Costs(own_rows(Times(by_rows[1], by_rows, first, later, other), family), "assumption", source)
+
+
+def own_rows(times: Times, family: str) -> Times:
+    """Lookahead looks for its drafts in the verify call itself, with rows of its own."""
+    if family != "lookahead":
+        return times
+    verify = {rows: times.verify(rows + (LOOKAHEAD_ROWS if rows > 1 else 0)) for rows in range(1, DEEP + 2)}
+    return replace(times, verify_by_width=verify)
 
 
 def draft_sizes(load: WorkloadConf, family: str) -> tuple[float, float]:

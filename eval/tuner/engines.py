@@ -185,7 +185,7 @@ ENGINES = {
     ),
     "eyrie": Engine(
         "Eyrie's own loop",
-        None,
+        "of this copy",
         {
             "eagle3": Support("run=DIR decode=chain decode.depth=$N", OURS, tree=TREE),
             "eagle2": Support("", OURS, tree=TREE),
@@ -200,7 +200,7 @@ ENGINES = {
         "models/cache.py",
         ("alpha.json: alpha_by_depth, tau, times",),
         "python -m eval run=DIR",
-        tau="tau, alpha_by_depth",
+        tau="tau, as it stands there",
         remark="a reference, not a server",
     ),
     "other": Engine("another engine", None, {}, None, remark="nothing is known of it"),
@@ -217,6 +217,8 @@ def availability(engine: Engine, family: str, version: str | None) -> tuple[bool
     if support is None:
         return False, f"not found in {engine.name}"
     version = version or engine.version
+    if support.source == OURS:
+        return True, support.source
     if version is None or support.since is None:
         return True, f"{support.source}; the version is not verified"
     if any(_version(version)[: len(_version(old))] == _version(old) for old in support.lacks):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from conf.errors import UserError
 from conf.workload import WorkloadConf
 from eval.tuner.choices import Choice, Limits, best, chains, trees
-from eval.tuner.costs import Costs, draft_sizes, measured_costs, memory_of, need, roofline
+from eval.tuner.costs import Costs, draft_sizes, measured_costs, memory_of, need, own_rows, roofline
 from eval.tuner.engines import FAMILIES, Engine, availability
 from eval.tuner.evidence import Evidence
 from eval.tuner.published import Profile, cooled, published
@@ -88,7 +88,7 @@ def profile_of(case: Case, family: str) -> Profile:
         return cooled(measured[family], load.temperature)
     owned = family in load.heads or (family == "eagle2" and "eagle1" in load.heads)
     trained = None if owned or family not in TRAINABLE else load.training_dialogues or None
-    return cooled(published(family, load.tasks, trained), load.temperature)
+    return cooled(published(family, load.mix, trained), load.temperature)
 
 
 def costs_of(case: Case, family: str, batch: int | None = None) -> Costs:
@@ -97,10 +97,7 @@ def costs_of(case: Case, family: str, batch: int | None = None) -> Costs:
     batch = load.batch if batch is None else batch
     if not (record and record["times"] and same_machine(case) and record["batch"] in (1, batch)):
         return roofline(load, family, batch)
-    source = f"times of the run, {record['dtype']}, {record['threads']} threads, {record['device']}"
-    costs = measured_costs(
-        record["times"], record["batch"], batch, record["speedup"], record["predicted_speedup"], source
-    )
+    costs = measured_costs(record, batch)
     if family == case.evidence.profile.family:
         return costs
     if family in ALONE:
@@ -109,8 +106,8 @@ def costs_of(case: Case, family: str, batch: int | None = None) -> Costs:
         need(load, ("parameters", "layers", "hidden", "vocab"), "the cost of another draft is reckoned by its size")
         share = costs.times.decode / (load.parameters * 1e9)
         first, later = (size * share for size in draft_sizes(load, family))
-    times = replace(costs.times, draft_first=first, draft=later)
-    return replace(costs, times=times, origin="assumption" if family not in case.evidence.measured else costs.origin)
+    times = own_rows(replace(costs.times, draft_first=first, draft=later), family)
+    return replace(costs, times=times, origin=costs.origin if family in case.evidence.measured else "assumption")
 
 
 def same_machine(case: Case) -> bool:

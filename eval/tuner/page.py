@@ -43,7 +43,8 @@ def _recommended(values: dict) -> str:
     tasks = ", ".join(f"{name} {share:g}" for name, share in load["tasks"].items())
     opening = (
         f"**Expected {given['speedup']:.2f}x ({given['speedup_low']:.2f} to {given['speedup_high']:.2f})**, "
-        f"{given['tokens_per_verify']:.2f} tokens a verify call; {load['batch']} at once, T={load['temperature']:g}, {tasks}."
+        f"{given['tokens_per_verify']:.2f} tokens a verify call; {_sequences(load['batch'])} at once, "
+        f"T={load['temperature']:g}, {tasks}."
     )
     rows = [
         ("draft", f"{given['name']}: {given['why']}"),
@@ -57,6 +58,10 @@ def _recommended(values: dict) -> str:
         ("latency, ms", _latency(values["latency"])),
     ]
     return "\n\n".join(part for part in (opening, markdown_table(("", ""), rows), _notes(values)) if part)
+
+
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count} sequences"
 
 
 def _tree(tree: dict | None) -> str:
@@ -97,38 +102,31 @@ def _notes(values: dict) -> str:
 
 
 def _work(values: dict) -> str:
-    if not values["n"]["candidates"]:
-        return ""
     rows = [
         (str(one["depth"]), one["work"], f"{one['low']:.2f} to {one['high']:.2f}", number(one["break_even"], 2))
         for one in values["n"]["candidates"]
     ]
-    return f"## N (best: {values['n']['n_star'] or 'none pays'}), times in ms\n\n" + markdown_table(
-        ("N", "work", "range", "pays from"), rows
-    )
+    best = values["n"]["n_star"] or "none pays"
+    return _section(f"N (best: {best}), times in ms", ("N", "work", "range", "pays from"), rows)
 
 
 def _batches(values: dict) -> str:
-    if not values["batches"]:
-        return ""
-    rows = [
-        (str(one["batch"]), f"N={one['chain_n']}: {one['chain_speedup']:.2f}x",
-         "-" if one["tree_nodes"] is None else f"{one['tree_nodes']} in {one['tree_levels']}: {one['tree_speedup']:.2f}x",
-         one["shape"], str(one["rows"]), {True: "yes", False: "NO", None: "?"}[one["fits"]])
-        for one in values["batches"]
-    ]  # fmt: skip
-    return "## Batch tiers\n\n" + markdown_table(
-        ("sequences", "chain", "tree (nodes in levels)", "take", "rows", "fits"), rows
-    )
+    rows = []
+    for one in values["batches"]:
+        chain = f"N={one['chain_n']}: {one['chain_speedup']:.2f}x"
+        tree = f"{one['tree_nodes']} in {one['tree_levels']}: {one['tree_speedup']:.2f}x" if one["tree_nodes"] else "-"
+        fits = {True: "yes", False: "NO", None: "?"}[one["fits"]]
+        rows.append((str(one["batch"]), chain, tree, one["shape"], str(one["rows"]), fits))
+    return _section("Batch tiers", ("sequences", "chain", "tree (nodes in levels)", "take", "rows", "fits"), rows)
 
 
 def _families(values: dict) -> str:
-    rows = [
-        (FAMILIES[one["family"]], "yes" if one["at_hand"] else "no", "yes" if one["in_engine"] else "no",
-         f"{one['alpha']:.2f} {one['origin']}", number(one["speedup"], 2), one["why"])
-        for one in values["families"]
-    ]  # fmt: skip
-    return "## Families\n\n" + markdown_table(("family", "at hand", "engine", "n-alpha", "speed-up", "why"), rows)
+    rows = []
+    for one in values["families"]:
+        there = "yes" if one["at_hand"] else "no", "yes" if one["in_engine"] else "no"
+        alpha = f"{one['alpha']:.2f} {one['origin']}"
+        rows.append((FAMILIES[one["family"]], *there, alpha, number(one["speedup"], 2), one["why"]))
+    return _section("Families", ("family", "at hand", "engine", "n-alpha", "speed-up", "why"), rows)
 
 
 def _telemetry(values: dict) -> str:
@@ -144,10 +142,12 @@ def _telemetry(values: dict) -> str:
 
 
 def _numbers(values: dict) -> str:
-    if not values["numbers"]:
-        return ""
     rows = [(one["name"], _shown(one["value"]), one["origin"], one["source"]) for one in values["numbers"]]
-    return "## Where the numbers are from\n\n" + markdown_table(("number", "value", "", "source"), rows)
+    return _section("Where the numbers are from", ("number", "value", "", "source"), rows)
+
+
+def _section(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return f"## {title}\n\n{markdown_table(head, rows)}" if rows else ""
 
 
 def _shown(value) -> str:

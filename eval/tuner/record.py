@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from eval.serving.metrics import COUNTERS
 from eval.theory.model import expected_tokens
 from eval.tuner.choices import Choice
 from eval.tuner.costs import GIB
@@ -22,7 +23,7 @@ def record(answer: Answer) -> dict:
         "refused": answer.refused,
         "refusals": [asdict(refusal) for refusal in answer.refusals],
         "recommendation": _recommendation(answer) if answer.choice else None,
-        "workload": asdict(case.load),
+        "workload": asdict(case.load) | {"tasks": case.load.mix},
         "n": {
             "n_star": answer.n_star,
             "candidates": [_chain(option, choice) for choice in answer.candidates],
@@ -173,8 +174,15 @@ def _telemetry(answer: Answer) -> dict:
         "metrics": list(engine.metrics),
         "tau": engine.tau,
         "alarms": alarms,
-        "again": f"python -m eval.tuner metrics=[BEFORE,AFTER] family={answer.option.family if picked else 'FAMILY'}",
+        "again": _again(answer),
     }
+
+
+def _again(answer: Answer) -> str:
+    load, family = answer.case.load, answer.option.family if answer.option else "FAMILY"
+    if load.engine in COUNTERS:
+        return f"python -m eval.tuner metrics=[BEFORE,AFTER] family={family} workload={load.name or 'NAME'}"
+    return f"python -m eval run=DIR temperature={load.temperature:g} && python -m eval.tuner run=DIR"
 
 
 def _numbers(answer: Answer) -> list[dict]:

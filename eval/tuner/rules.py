@@ -117,11 +117,11 @@ def check(load: WorkloadConf) -> None:
     """Raises UserError."""
     if load.engine not in ENGINES:
         raise UserError(f"no engine '{load.engine}'; there are: {', '.join(ENGINES)}")
-    if unknown := [name for name in load.tasks if name not in TASKS]:
+    if unknown := [name for name in load.mix if name not in TASKS]:
         raise UserError(f"no task '{unknown[0]}' in workload.tasks; there are: {', '.join(TASKS)}")
-    shares = list(load.tasks.values())
+    shares = list(load.mix.values())
     if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
-        raise UserError(f"expected shares of tasks above zero in workload.tasks, found {dict(load.tasks)}")
+        raise UserError(f"expected shares of tasks above zero in workload.tasks, found {load.mix}")
     if unknown := [name for name in load.heads if name not in TRAINABLE]:
         raise UserError(f"no head '{unknown[0]}' in workload.heads; there are: {', '.join(TRAINABLE)}")
     if not 1 <= load.batch <= 4096 or not 0 <= load.temperature <= 10 or load.training_dialogues < 0:
@@ -178,7 +178,7 @@ def no_rollback(case: Case) -> Refusal | None:
 def uncalibrated(case: Case) -> Refusal | None:
     """At a high temperature and for creative work published numbers say little: measure first."""
     load, measured = case.load, case.evidence.profile
-    share = load.tasks.get("creative", 0.0) / sum(load.tasks.values())
+    share = load.mix.get("creative", 0.0) / sum(load.mix.values())
     known = measured is not None and measured.temperature >= load.temperature - SAME_T
     if known or load.temperature < HOT or share < CREATIVE:
         return None
