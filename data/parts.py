@@ -84,13 +84,13 @@ def _write(folder: Path, entries: list[dict], converter: Converter, read: Read) 
 
 
 def _fill(rows: Iterator[Dialogue], converter: Converter) -> tuple[Columns, int]:
-    """The next part's documents, and how many dialogues they took."""
+    """The next part's documents, and how many dialogues were read for it, those beyond a limit of tokens too."""
     columns, used = Columns(), 0
     while used < PART_ROWS and columns.tokens < PART_TOKENS:
         wanted = min(TOGETHER, PART_ROWS - used, converter.wanted)
         some = list(islice(rows, wanted))
+        used += len(some)
         for documents, question in converter.convert(some):
-            used += 1
             for document in documents:
                 columns.add(document, question)
             if converter.enough:

@@ -37,7 +37,9 @@ def regenerate(
     """
     log = open_log(path, verifier, sampling)
     clock, used = Clock(log, limits), log.used
-    source = islice(dialogues, used, None)
+    source = iter(dialogues)
+    for _ in islice(source, used):  # also by a run that has nothing more to write: its reader tells of bad rows anew
+        pass
     while not clock.met():
         size = ROUND * sampling.batch_size
         if limits.max_documents is not None:

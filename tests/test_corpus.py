@@ -214,6 +214,15 @@ def test_limits_end_the_reading(small_parts, tmp_path):
     assert corpus.answer_tokens_N[:-1].sum() < 30 <= corpus.answer_tokens_N.sum() and len(read) == 23 + 10
 
 
+def test_a_limit_and_a_kill_after_the_last_part_leave_the_same_bytes(small_parts, tmp_path):
+    make(tmp_path / "cut", max_tokens=90)
+    before = bytes_of(tmp_path / "cut")
+    assert json.loads(before["complete.json"])["read"]["made up"] < 8, "the limit should end the reading"
+    (tmp_path / "cut" / "complete.json").unlink()
+    make(tmp_path / "cut", max_tokens=90)
+    assert bytes_of(tmp_path / "cut") == before
+
+
 def test_a_corpus_of_nothing_says_why(small_parts, tmp_path):
     def bad(counts, quarantine):
         yield from (dialogue for index, dialogue in enumerate(dialogues()) if index % 7 == 3)

@@ -61,6 +61,21 @@ def test_regeneration_resumes_and_honours_limits(verifier, tmp_path):
     assert content(few.rows) == content(whole.rows)[:5]
 
 
+def test_a_file_is_read_again_when_nothing_is_left_to_write(verifier, tmp_path):
+    """Its reader counts bad rows, and begins their file anew."""
+
+    def dialogues():
+        for index in range(20):
+            met.append(index)
+            yield Dialogue(str(index), "s", turns(f"question {index}"))
+
+    met = []
+    for run in ("first", "killed before it said that it was done"):
+        met.clear()
+        regenerate(verifier, dialogues(), tmp_path / "a.jsonl", SMALL, Limits(max_documents=5))
+        assert met == list(range(5)), run
+
+
 def test_regeneration_fills_up_after_drops(verifier, tmp_path):
     usable = [Dialogue(str(i), "s", turns(f"question {i}")) for i in range(9)]
     long = Dialogue("long", "s", turns("word " * 300))
