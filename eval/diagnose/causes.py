@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eval.counts import ratio, wilson
-from eval.diagnose.evidence import Tested
+from eval.diagnose.evidence import Checked
 
 NEAR = 0.8  # a draft that the verifier finds this much as likely as its own token was as good a guess
 FAR = 0.75  # a category is far off when even the upper end of its interval is below so much of all others' acceptance
@@ -32,14 +32,14 @@ class Cause:
     name: str
     title: str
     meaning: str
-    holds: Callable[[Tested, Rules], bool]
+    holds: Callable[[Checked, Rules], bool]
 
 
-def _unsure(draft: Tested, rules: Rules) -> bool:
+def _unsure(draft: Checked, rules: Rules) -> bool:
     return draft.best < rules.unlikely or draft.of_drafted >= NEAR * draft.best
 
 
-def _domain(draft: Tested, rules: Rules) -> bool:
+def _domain(draft: Checked, rules: Rules) -> bool:
     unseen = rules.labels is not None and not rules.labels[draft.token]
     return draft.category in rules.far or unseen
 
@@ -47,13 +47,13 @@ def _domain(draft: Tested, rules: Rules) -> bool:
 CAUSES = (
     Cause(
         "vocabulary",
-        "out of vocabulary",
+        "vocabulary",
         "the verifier's token is none that the drafter can propose",
         lambda draft, rules: not draft.proposable,
     ),
     Cause(
         "template",
-        "template mismatch",
+        "template",
         "behind the same prompt in the head's own chat template the draft would have been right",
         lambda draft, rules: bool(draft.with_template),
     ),
@@ -79,19 +79,19 @@ CAUSES = (
     ),
     Cause(
         "head",
-        "head not good enough",
+        "the head itself",
         "none of the others: the head has the token, true features and a clear target, and drafts another",
         lambda draft, rules: True,
     ),
 )
 
 
-def cause_of(draft: Tested, rules: Rules) -> str:
+def cause_of(draft: Checked, rules: Rules) -> str:
     """The first cause that holds of a miss."""
     return next(cause.name for cause in CAUSES if cause.holds(draft, rules))
 
 
-def categories_of(tested: Sequence[Tested]) -> list[dict]:
+def categories_of(tested: Sequence[Checked]) -> list[dict]:
     """Acceptance of first drafts by category, beside that of all others; `far`: far below it.
 
     excess: how many first drafts more would be right at the others' rate.
@@ -109,7 +109,7 @@ def categories_of(tested: Sequence[Tested]) -> list[dict]:
     return sorted(rows, key=lambda row: row["share"])
 
 
-def shares(tested: Sequence[Tested], rules: Rules, missing: dict[str, str], calls: int, depth: int) -> list[dict]:
+def shares(tested: Sequence[Checked], rules: Rules, missing: dict[str, str], calls: int, depth: int) -> list[dict]:
     """A row for each cause: misses by depth and in all, and the least that tau would gain without them.
 
     missing: why a cause isn't asked for. reversed: accepted drafts that the other template or the true features would
@@ -138,7 +138,7 @@ def shares(tested: Sequence[Tested], rules: Rules, missing: dict[str, str], call
     return rows
 
 
-def confidence(tested: Sequence[Tested]) -> list[dict]:
+def confidence(tested: Sequence[Checked]) -> list[dict]:
     """Acceptance of first drafts by the probability of the verifier's likeliest token."""
     edges = [0.0, *BINS, 1.0]
     rows = []

@@ -16,7 +16,7 @@ ROWS = 256  # rows of full-vocabulary logits that exist at once
 
 
 @dataclass(frozen=True)
-class Tested:
+class Checked:
     """One draft that the verifier compared with its own token; every draft before it in its call was accepted.
 
     position: of the token, in the answer. depth: from 1. token: the verifier's. drafted: the head's.
@@ -64,7 +64,7 @@ def examine(
     states: Features,
     temperature: float,
     other: tuple[Recording, Features] | None = None,
-) -> tuple[list[Tested], Calls]:
+) -> tuple[list[Checked], Calls]:
     """The drafts of one recorded text, as the greedy loop makes them.
 
     head: None for what is no head. temperature: of the law by which `best` and `entropy` are told. other: the same
@@ -94,7 +94,7 @@ def examine(
         token, start = text[position], starts[call]
         writable = before[: rows + start] if ids_R is None else ids_R  # without ids it copies
         found.append(
-            Tested(
+            Checked(
                 prompt=recording.prompt.id,
                 category=recording.prompt.category,
                 position=position,

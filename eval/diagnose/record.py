@@ -13,7 +13,7 @@ from eval.command import Candidate
 from eval.counts import wilson
 from eval.diagnose.advice import Subject, advice_for
 from eval.diagnose.causes import CAUSES, Rules, categories_of, cause_of, confidence, shares
-from eval.diagnose.evidence import Tested
+from eval.diagnose.evidence import Checked
 from eval.diagnose.templates import Templates
 from models.export.native import read_head
 from models.export.warm import is_published
@@ -26,7 +26,7 @@ EXAMPLES = 5  # of each cause
 class Traced:
     """Every tested draft, and the verify calls and those of them without a draft. skipped: prompts without room."""
 
-    tested: list[Tested]
+    tested: list[Checked]
     calls: int
     undrafted: int
     prompts: int
@@ -123,13 +123,13 @@ def subject_of(cfg, verifier, candidate: Candidate, templates: Templates, depth:
     )
 
 
-def examples(tokenizer, misses: list[Tested], rules: Rules) -> dict[str, list[dict]]:
+def examples(tokenizer, misses: list[Checked], rules: Rules) -> dict[str, list[dict]]:
     """A few misses of each cause, evenly spaced, as words."""
-    by_cause: dict[str, list[Tested]] = {cause.name: [] for cause in CAUSES}
+    by_cause: dict[str, list[Checked]] = {cause.name: [] for cause in CAUSES}
     for draft in misses:
         by_cause[cause_of(draft, rules)].append(draft)
 
-    def shown(draft: Tested) -> dict:
+    def shown(draft: Checked) -> dict:
         read = tokenizer.decode
         return {"prompt": draft.prompt, "position": draft.position, "depth": draft.depth,
                 "after": read(list(draft.context)), "verifier": read([draft.token]), "drafted": read([draft.drafted]),

@@ -19,10 +19,10 @@ def tables(values: dict) -> list[Table]:
 
 
 def _new(title: str, first: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column(first)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column(first, no_wrap=True)
     for head in heads:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     return table
 
 
@@ -37,7 +37,7 @@ def _causes(values: dict) -> Table:
         by_depth = (str(count) for count in row["by_depth"])
         table.add_row(
             row["title"],
-            number(row["share"], 1, 100) + " %",
+            number(row["share"], 0, 100) + " %",
             str(row["misses"]),
             number(row["tau_gain_at_least"]),
             *by_depth,
@@ -53,9 +53,9 @@ def _causes(values: dict) -> Table:
 
 
 def _categories(values: dict) -> Table:
-    table = _new("first drafts by category", "category", "tested", "accepted", "95 %", "all others", "far below")
+    table = _new("first drafts by category", "category", "tested", "accepted", "95 %", "others", "far below")
     for row in values["categories"]:
-        far = f"yes, {row['excess']:.0f} misses more" if row["far"] else ""
+        far = f"yes: {row['excess']:.0f} more" if row["far"] else ""
         table.add_row(row["category"], str(row["tested"]), number(row["share"]), span(row["interval"], 2),
                       number(row["others"]), far)  # fmt: skip
     return table

@@ -16,6 +16,7 @@ LABELS = {
     "context": "tokens of prompt",
     "depth": "drafts per verify call N",
 }
+SHORT = {"temperature": "temp", "depth": "N"}
 
 
 def along(values: dict, axis: str) -> list[dict]:
@@ -50,10 +51,10 @@ def _cell(axis: str, value: float) -> str:
 
 
 def _table(title: str, axes: list[str], rows: list[dict]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     long = ["prompt"] if "context" in axes else []
-    for name in [*axes, *long, "tau", "95 %", "alpha", "tokens/s", "without", "speed-up", "95 %"]:
-        table.add_column(name, justify="right")
+    for name in [*axes, *long, "tau", "95 %", "alpha", "tok/s", "plain", "speed-up", "95 %"]:
+        table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             *(_cell(axis, row[axis]) for axis in axes),
