@@ -32,7 +32,7 @@ def words(tmp_path_factory):
     return [
         "budget=tiny", "logger=csv", "verifier=folder", f"verifier.source={folder / 'verifier'}", "data=jsonl",
         f"data.path={prompts}", f"evaluation.prompts={prompts}", f"output_dir={folder / 'out'}", "json=true",
-        "trainer.accelerator=cpu", "evaluation.report=false", "evaluation.plots=false",
+        "data.exclude=[]", "trainer.accelerator=cpu", "evaluation.report=false", "evaluation.plots=false",
     ]  # fmt: skip
 
 

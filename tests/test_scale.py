@@ -103,7 +103,8 @@ def test_a_head_learns_the_same_from_stored_states_without_the_layers(tmp_path, 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"What is {i} and {i * i}?"}) + "\n" for i in range(14)))
     words = ["experiment=debug", f"verifier.source={tmp_path / 'verifier'}", "data=jsonl", f"data.path={prompts}"]
-    words += [f"evaluation.prompts={prompts}", "trainer.accelerator=cpu", "trainer.validate_every=0", "json=true"]
+    words += [f"evaluation.prompts={prompts}", "trainer.accelerator=cpu", "trainer.validate_every=0"]
+    words += ["data.exclude=[]", "json=true"]
 
     def command(*more):
         monkeypatch.setattr(sys, "argv", ["train", *words, *more])

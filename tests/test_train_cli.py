@@ -61,8 +61,7 @@ def test_a_whole_run(words, monkeypatch, capsys):
 
 
 def test_what_the_demo_does_otherwise(words, monkeypatch, capsys):
-    """Frozen LM head, supervised prompts, and states that come from the writing: nothing is computed twice."""
-    monkeypatch.setattr("models.verifier.Verifier.states", None)
+    """A frozen LM head, and prompts that are supervised (that states come from the writing: test_synthesize)."""
     settings = ["head.train_lm_head=false", "data.supervised=dialogue", "data.minutes=0.2", "trainer.max_steps=2"]
     code, values, err = run(monkeypatch, capsys, [*words, *settings, "data.openings=[The]"])
     assert code == 0, err
