@@ -176,9 +176,7 @@ def _plain_objects(cfg: Any) -> Any:
     values = OmegaConf.to_object(cfg)
     name = getattr(values, "name", None)
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(
-            f"a run's name is a folder's: expected letters, digits, _ . -, found {name!r}; give name="
-        )
+        raise UserError(f"a run's name is a folder's: expected letters, digits, _ . -, found {name!r}; give name=")
     return values
 
 

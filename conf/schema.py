@@ -65,7 +65,7 @@ class ObjectiveConf:
 
 @dataclass
 class DataConf:
-    # A file, folder, glob or hub dataset, or {path, weight, split, name, revision}, or a list of these: data/sources.py.
+    # A file, folder, glob or hub dataset, or {path, weight, split, name, revision}, or a list of these (docs/data.md).
     # null: the verifier writes the dialogues
     path: Any = None
     answers: str = "regenerate"  # "regenerate": the verifier answers; "given": keep the file's answers
@@ -73,7 +73,7 @@ class DataConf:
     thinking: str = "template"  # in answers: "template": as it writes them; "strip": without it; "drop": leave them out
     unique: str = "document"  # "prompt": one dialogue for each first question
     exclude: Any = None  # suites or files whose prompts must not be trained on; null: those of evaluation.prompts
-    server: Any = None  # http://HOST:PORT, or a list: OpenAI-compatible servers that write in place of the verifier here
+    server: Any = None  # http://HOST:PORT, or a list: OpenAI-compatible servers that write in the verifier's place
     server_model: str | None = None  # its name there; null: the only one that they serve
     concurrency: int = 32  # requests under way at each server
     max_documents: int | None = None

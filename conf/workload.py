@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -31,7 +32,7 @@ class WorkloadConf:
     answer_tokens: int = 256
     p50_ms: float | None = None  # a token, on average
     p99_ms: float | None = None  # the longest wait for the next tokens: a round of drafts and verify
-    tasks: dict[str, float] = field(default_factory=dict)  # shares of chat, code, math, instructions, summary, creative
+    tasks: Any = None  # shares of chat, code, math, instructions, summary and creative: {chat: 0.8, code: 0.2}
     temperature: float = 0.0
     # The engine
     engine: str = "vllm"  # vllm | sglang | tensorrt_llm | llamacpp | openvino | transformers | eyrie | other
@@ -52,4 +53,4 @@ class WorkloadConf:
 
     @property
     def mix(self) -> dict[str, float]:
-        return dict(self.tasks) or {"chat": 1.0}
+        return {"chat": 1.0} if self.tasks is None else self.tasks

@@ -113,16 +113,24 @@ def test_resume_is_exact_across_epochs(taken):
 
 def test_resume_with_other_data_is_an_error():
     state = PackedLoader(Indices([5, 6, 7]), 10).state_dict()
-    with pytest.raises(UserError, match="cannot resume the batch order: tokens_per_step was 10, is now 11; use the same"):
+    with pytest.raises(
+        UserError, match="cannot resume the batch order: tokens_per_step was 10, is now 11; use the same"
+    ):
         PackedLoader(Indices([5, 6, 7]), 11).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     "files, told",
     [
-        ({"a": [10, 1], "b": [5, 2]}, "no file has changed, but a setting of data=, a dataset of the hub, or what the verifier wrote; put"),
+        (
+            {"a": [10, 1], "b": [5, 2]},
+            "no file has changed, but a setting of data=, a dataset of the hub, or what the verifier wrote; put",
+        ),
         ({"a": [10, 9], "b": [2005, 2]}, "a has changed, b had 5 bytes, has 2,005; put back"),
-        ({"a": [10, 1], "c": [5, 2]}, "b is not read any more, c is new; put back what the run was trained on, or begin"),
+        (
+            {"a": [10, 1], "c": [5, 2]},
+            "b is not read any more, c is new; put back what the run was trained on, or begin",
+        ),
         ({name: [5, 1] for name in "cdefg"}, "a is not read any more, b is not read any more, c is new and 4 more;"),
     ],
 )

@@ -130,7 +130,10 @@ def test_prefixes_encode_what_merges():
 
 @pytest.mark.parametrize("family", ["mistral", "mistral3", "chatml"])
 def test_inspect_shows_the_text_as_it_is(family):
-    verifier, row = FAMILIES[family].verifier(), conversation("What is é?", "The 🙂 is\nit.", "How many?", "Yes, 日本語")
+    verifier, row = (
+        FAMILIES[family].verifier(),
+        conversation("What is é?", "The 🙂 is\nit.", "How many?", "Yes, 日本語"),
+    )
     (document,) = to_documents(row, verifier)
     _, text, ids, _ = view(document, verifier.tokenizer, verifier.eos_ids).renderables
     assert text.plain.replace("\u21b5", "") == verifier.tokenizer.decode(document.input_ids)

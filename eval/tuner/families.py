@@ -129,12 +129,13 @@ def chosen(options: list[Option]) -> Option | None:
     return max(usable, key=lambda option: option.choice.speedup, default=None)
 
 
-def downgrades(options: list[Option], option: Option | None) -> list[str]:
-    """Families at hand that would be faster, were they in the engine."""
+def downgrades(case: Case, options: list[Option], option: Option | None) -> list[str]:
+    """Heads at hand that the engine lacks, and whatever else would be faster, were it there."""
     speed = option.choice.speedup if option else 0.0
     taken = f"; {FAMILIES[option.family]} instead" if option else ""
     return [
         f"{FAMILIES[other.family]} would give {other.choice.speedup:.2f}x: {other.why.split('; ', 1)[1]}{taken}"
         for other in options
-        if other.at_hand and not other.in_engine and other.choice and other.choice.speedup > speed
+        if other.at_hand and not other.in_engine and other.choice
+        if other.family in case.load.heads or other.choice.speedup > speed
     ]

@@ -87,7 +87,7 @@ def recommend(load: WorkloadConf, evidence: Evidence) -> Answer:
     # 5: the fastest family that is at hand and in the engine; measured ones first
     options = [option_of(case, family) for family in FAMILIES]
     option = chosen(options)
-    notes = downgrades(options, option)
+    notes = downgrades(case, options, option)
     if option is None:
         return Answer(case, refusals or [no_family(case)], options, notes=notes)
 
@@ -117,11 +117,12 @@ def check(load: WorkloadConf) -> None:
     """Raises UserError."""
     if load.engine not in ENGINES:
         raise UserError(f"no engine '{load.engine}'; there are: {', '.join(ENGINES)}")
-    if unknown := [name for name in load.mix if name not in TASKS]:
+    mix = load.mix
+    good = isinstance(mix, dict) and all(isinstance(n, int | float) and 0 <= n < math.inf for n in mix.values())
+    if not good or not sum(mix.values()) > 0:
+        raise UserError(f"expected shares of tasks above zero, workload.tasks={{chat:0.8,code:0.2}}, found {mix}")
+    if unknown := [name for name in mix if name not in TASKS]:
         raise UserError(f"no task '{unknown[0]}' in workload.tasks; there are: {', '.join(TASKS)}")
-    shares = list(load.mix.values())
-    if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
-        raise UserError(f"expected shares of tasks above zero in workload.tasks, found {load.mix}")
     if unknown := [name for name in load.heads if name not in TRAINABLE]:
         raise UserError(f"no head '{unknown[0]}' in workload.heads; there are: {', '.join(TRAINABLE)}")
     if not 1 <= load.batch <= 4096 or not 0 <= load.temperature <= 10 or load.training_dialogues < 0:
