@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from conf.errors import UserError
 from data.convert import Converter, reasons, refuse
 from data.corpus import SCHEMA, Columns, Corpus
 from data.files import file_hash, key_of, only_writer, read_json, replacing, write_json
@@ -110,8 +111,11 @@ def _remember(converter: Converter, batch: pa.RecordBatch) -> None:
 
 
 def _pass_over(rows: Iterator[Dialogue], count: int) -> None:
-    passed = sum(1 for _ in islice(rows, count))
-    assert passed == count, f"{count} dialogues were read before, {passed} now"
+    """UserError where a source has fewer rows than when the part was made: it changed while it was read."""
+    if (passed := sum(1 for _ in islice(rows, count))) < count:
+        raise UserError(
+            f"expected the {count} dialogues that were read before, found {passed}: data.path has changed, run it again"
+        )
 
 
 def _note(quarantine: Quarantine, dropped: list) -> None:

@@ -69,8 +69,10 @@ def prepare(cfg: DataConf, verifier: Verifier, keep_states: bool = False) -> Pre
     Nothing is generated twice: the same settings, verifier and files find the same folder. keep_states: keep what the
     verifier computes while it writes. That is done on a CPU, where computing it again takes half as long as writing,
     and where a clock ends the writing, so that no two runs are alike anyway: such states depend in their last bits on
-    what shared the batch. Raises UserError for
-    settings that cannot work, for files without a usable row, and when fewer than two documents come out.
+    what shared the batch.
+
+    Raises UserError for settings that cannot work, for files without a usable row, and when fewer than two documents
+    come out.
     """
     how, writes, folder = conversion(cfg), needs_verifier(cfg), dialogues_folder(cfg, verifier)
     keep_states = keep_states and cfg.minutes is not None and cfg.server is None and verifier.device.type == "cpu"
@@ -155,7 +157,7 @@ def dialogues_folder(cfg: DataConf, verifier: Verifier) -> Path:
         if cfg.server is not None:
             settings |= {"dtype": None, "server": served_model(urls_of(cfg.server), cfg.server_model)}
     folder = cache_dir("dialogues", key_of(settings)[:16])
-    if not (folder / "settings.json").exists():
+    if not read_json(folder / "settings.json"):
         path = None if cfg.path is None else [source.given for source in sources_of(cfg.path)]
         write_json(folder / "settings.json", {"name": verifier.name, "path": path} | settings)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from datetime import date
@@ -11,9 +12,11 @@ from itertools import takewhile
 
 from conf.errors import UserError
 
+log = logging.getLogger(__name__)
+
 SENTINEL = "zqxsentinelxqz"
 DAY = date(2024, 7, 26)  # that a template writes: what is rendered tomorrow must be what was rendered today
-CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+CLOCK = re.compile(r"""strftime_now\(\s*(['"])([^'"]*)\1\s*\)""")
 
 
 def _template(tokenizer) -> str:
@@ -29,7 +32,11 @@ def _template(tokenizer) -> str:
 
 @lru_cache(maxsize=32)
 def _stopped(template: str) -> str:
-    return CLOCK.sub(lambda call: repr(DAY.strftime(call[2])), template)
+    """The template with DAY in place of the clock; where it computes how to write the date, it keeps today's."""
+    stopped = CLOCK.sub(lambda call: repr(DAY.strftime(call[2])), template)
+    if "strftime_now(" in stopped:
+        log.warning("the chat template writes today's date: what is rendered tomorrow will differ from today's")
+    return stopped
 
 
 def render_text(

@@ -1,5 +1,7 @@
 """What is found around messages by rendering sentinels."""
 
+from datetime import date
+
 import pytest
 from transformers import GenerationConfig
 
@@ -69,3 +71,11 @@ def test_hashes_see_the_vocabulary_and_the_template():
     assert chat.tokenizer_hash(one) == chat.tokenizer_hash(tiny_tokenizer())
     assert len({chat.tokenizer_hash(t) for t in (one, other, tiny_tokenizer(vocab=300), None)}) == 4
     assert chat.template_hash(one) != chat.template_hash(other)
+
+
+def test_a_date_that_a_template_computes_is_warned_of(caplog):
+    tokenizer = tiny_tokenizer(300, "{{ strftime_now('%d ' + '%Y') }}{{ messages[0]['content'] }}")
+    assert chat.render_text(tokenizer, [{"role": "user", "content": "a"}]) == date.today().strftime("%d %Y") + "a"
+    assert "writes today's date" in caplog.text
+    tokenizer.chat_template = "{{ strftime_now('%d %Y') }}"
+    assert chat.render_text(tokenizer, [{"role": "user", "content": "a"}]) == "26 2024"

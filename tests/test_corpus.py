@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from itertools import count
+from itertools import count, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -171,6 +171,13 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bytes(whole, tmp_path, stop_a
     (tmp_path / "cut" / "part-00000.arrow.1-ab.tmp").write_bytes(b"half")
     corpus, counts = make(tmp_path / "cut")
     assert bytes_of(tmp_path / "cut") == whole[1] and (list(corpus), counts) == (list(whole[0][0]), whole[0][1])
+
+
+def test_a_source_that_shrinks_between_two_runs(small_parts, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, reader(35))
+    with pytest.raises(UserError, match="expected the 10 dialogues that were read before, found 4: data.path has"):
+        make(tmp_path, lambda bad, quarantine: islice(dialogues(), 4))
 
 
 def test_a_complete_corpus_is_not_read_again(whole, tmp_path):
