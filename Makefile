@@ -76,7 +76,7 @@ gpu-check: setup ## for a machine with CUDA: our step there against the CPU's an
 	@touch $@
 
 outputs/serve-check/%/alpha.json: | $(STAMP)
-	$(BIN)/python -m train experiment=$*_llama budget=demo evaluation.limit=1 hydra.run.dir=$(@D)
+	$(BIN)/python -m train $(if $(wildcard $(@D)/config.yaml),resume=$(@D),experiment=$*_llama budget=demo evaluation.limit=1 hydra.run.dir=$(@D))
 
 check: setup ## ruff, the import arrow, every configuration composed
 	$(BIN)/ruff check .
