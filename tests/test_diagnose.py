@@ -56,7 +56,7 @@ def prompts_of(seed, category="known", count=4):
     return [Prompt(f"{category}-{i}", category, tuple(row)) for i, row in enumerate(rows)]
 
 
-def by_heart(verifier, documents, steps=1, updates=80):
+def by_heart(verifier, documents, steps=1, updates=60):
     """An EAGLE-3 head over all tokens that has learnt these texts' own tokens: K = `steps`."""
     torch.manual_seed(0)
     states = verifier.states(*packed_rows(documents))
@@ -282,7 +282,7 @@ def test_every_advice_is_a_command_that_composes():
     assert "objective=on_policy" in found["drift", "eagle3", 7]
     assert "experiment=eagle3_llama" in found["drift", "eagle1", 1] and "decode=tree" in found["unsure", None, None]
     # One of each: words and choices; their combinations with experiments are those of test_experiments.
-    for command in {" ".join(command.split()[3:]): command for command in found.values()}.values():
+    for command in {" ".join(command.split()[4:]): command for command in found.values()}.values():
         _, _, module, *words = command.split()
         assert load(module, words)
 

@@ -29,7 +29,7 @@ def _new(title: str, first: str, *heads: str) -> Table:
 def _causes(values: dict) -> Table:
     depths = [str(k + 1) for k in range(values["depth"])]
     title = f"{values['misses']} first misses in {values['verify_calls']} calls, by depth and cause"
-    table = _new(title, "cause", "share", "misses", "tau +", *depths, "reversed")
+    table = _new(title, "cause", "share", "misses", "tau +", *depths, "rev.")
     for row in values["causes"]:
         if row["not_asked"]:
             table.add_row(row["title"], *["n/a"] * (3 + len(depths)), "")
@@ -39,7 +39,7 @@ def _causes(values: dict) -> Table:
             row["title"],
             number(row["share"], 0, 100) + " %",
             str(row["misses"]),
-            number(row["tau_gain_at_least"]),
+            number(row["tau_gain_at_least"], 2),
             *by_depth,
             "" if row["reversed"] is None else str(row["reversed"]),
             style="bold" if row["cause"] == values["largest"] else "",
@@ -47,7 +47,7 @@ def _causes(values: dict) -> Table:
     table.add_section()
     tested, accepted = values["tested_by_depth"], values["accepted_by_depth"]
     table.add_row("accepted", "", str(sum(accepted)), "", *map(str, accepted), "")
-    alphas = [number(a / t if t else None) for a, t in zip(accepted, tested, strict=True)]
+    alphas = [number(a / t if t else None, 2) for a, t in zip(accepted, tested, strict=True)]
     table.add_row("n-alpha", "", "", "", *alphas, "")
     return table
 

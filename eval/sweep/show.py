@@ -83,8 +83,8 @@ def remarks(values: dict) -> list[str]:
         if not rows:
             continue
         best = max(rows, key=lambda row: row["speedup"])
-        pays = [_cell(axis, row[axis]) for row in rows if row["speedup"] > 1]
-        said = "at none of these" if not pays else "at all of these" if len(pays) == len(rows) else ", ".join(pays)
+        pays = [_cell(axis, row[axis]) + _doubt(row) for row in rows if row["speedup"] > 1]
+        said = ", ".join(pays) or "at none of these"
         lines.append(
             f"{LABELS[axis]}: faster than without drafts: {said}; best {_cell(axis, best[axis])} "
             f"({best['speedup']:.2f})"
@@ -95,6 +95,11 @@ def remarks(values: dict) -> list[str]:
     if values["left_out"]:
         lines.append(f"{len(values['left_out'])} points could not be measured: see `left_out`")
     return lines
+
+
+def _doubt(row: dict) -> str:
+    """A mark where the speed-up may as well be 1."""
+    return "" if row["speedup_interval"] and row["speedup_interval"][0] > 1 else " ?"
 
 
 def draw(values: dict, folder: Path) -> list[Path]:
