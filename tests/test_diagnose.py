@@ -1,7 +1,10 @@
 """`python -m eval.diagnose`: planted causes come out on top, and the evidence is what a serial look says."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ from eval.speculative.copying import PromptLookup
 from eval.speculative.processors import Sampling
 from eval.speculative.scorers import drafter_for
 from eval.speculative.shapes import FixedTree
-from models.chat import render, template_hash
+from models.chat import render, template_hash, tokenizer_hash
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
 from models.supervision import supervised
 from models.verifier import Verifier
@@ -324,6 +327,32 @@ def test_what_cannot_be_asked_is_said(run, tmp_path, command):
     values = json.loads((tmp_path / "d" / "diagnose.json").read_text())
     assert {row["cause"] for row in values["causes"] if row["not_asked"]} == {"template", "drift", "domain"}
     assert values["calls_without_draft"] > 0
+
+
+def test_a_head_of_another_template(run, tmp_path, command):
+    """Trained with PLAIN, while the verifier's folder has ChatML: refused, and taken with the template of training."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    file, card = copy / "head" / "config.json", json.loads((copy / "head" / "config.json").read_text())
+    trained = with_template(tiny_tokenizer(), PLAIN)
+    card["verifier"] |= {"template_hash": template_hash(trained), "tokenizer_hash": tokenizer_hash(trained)}
+    file.write_text(json.dumps(card))
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    words = [f"run={copy}", f"prompts={run}/prompts.jsonl", *WORDS_OF, f"out={tmp_path}/d", "plots=false"]
+    code, _, err = command("diagnose", diagnose, *words)
+    assert code == 2 and "give the one of training, template=FILE.jinja" in err and len(err.splitlines()) == 1
+    code, _, err = command("diagnose", diagnose, *words, f"template={tmp_path}/plain.jinja")
+    assert code == 0, err
+    values = json.loads((tmp_path / "d" / "diagnose.json").read_text())
+    assert values["template"].startswith("trained with") and values["causes"][1]["not_asked"] is None
+
+
+def test_the_pages_commands_compose():
+    page = (Path(__file__).parent.parent / "docs" / "measuring.md").read_text()
+    commands = re.findall(r"^    python -m eval\.(\w+) (.+)$", page, re.M)
+    assert {name for name, _ in commands} == {"sweep", "diagnose"}
+    for name, words in commands:
+        assert load(name, words.split())
 
 
 def test_labels_of_training_come_from_the_cache_alone(run, tmp_path, command):

@@ -121,8 +121,9 @@ def row(**changes):
 
 
 def test_what_pays_along_an_axis():
-    values = {"axes": ["temperature", "batch", "context", "depth"], "left_out": [], "middle": row(),
-              "points": [row(batch=4, speedup=0.8), row(), row(batch=2, speedup=1.2), row(depth=3, speedup_interval=None)]}  # fmt: skip
+    points = [row(batch=4, speedup=0.8), row(), row(batch=2, speedup=1.2), row(depth=3, speedup_interval=None)]
+    axes = ["temperature", "batch", "context", "depth"]
+    values = {"axes": axes, "left_out": [], "middle": row(), "points": points}
     assert [one["batch"] for one in along(values, "batch")] == [1, 2, 4]
     assert remarks(values) == [
         "sequences at once: faster than without drafts: 1, 2; best 1 (1.50)",
