@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from conf.disk import writing
 from conf.errors import printable
 from eval.theory import expected_tokens
 
@@ -182,5 +183,6 @@ def new_figure(panels: int, size: tuple[float, float] | None = None, dpi: int = 
 
 def save_figure(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)
     return path

@@ -7,7 +7,6 @@ python -m eval.report runs=[outputs/a/TIME,outputs/b/TIME] out=compare.html
 from __future__ import annotations
 
 import base64
-import os
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.parse import json_file
+from data.files import replacing
 from eval.alpha_file import read_alpha
 from eval.plots import plot_alpha_by_depth, plot_summary, plot_tau_by_n, plot_training, read_metrics
 from eval.tables import category_rows, depth_rows, headline_rows, number
@@ -252,9 +252,8 @@ def html_page(path: Path, title: str, parts: list[str]) -> Path:
         f"<body>{''.join(parts)}</body></html>\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(page, encoding="utf-8")
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_text(page, encoding="utf-8")
     return path
 
 
