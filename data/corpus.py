@@ -55,14 +55,17 @@ class Corpus(Sequence[Document]):
         return self._view(self._rows_N, True)
 
     def split(self, validation: int) -> tuple[Corpus, Corpus]:
-        """(train, validation) by hash of content, so that no document can be in both; both keep the order.
+        """(train, validation) by hash of content, so that no question can be in both; both keep the order.
 
         The `validation` documents with the lowest hashes are held out, at most a fifth of all: adding rows moves few
-        documents across. Documents must differ from one another.
+        documents across. Documents of one question (a dialogue in several documents, say) count by the hash of the
+        first and stay together, so there may be fewer. Documents must differ from one another.
         """
         wanted = min(validation, len(self) // 5)
-        held_N = np.zeros(len(self), dtype=bool)
-        held_N[np.argsort(self.keys_N, kind="stable")[:wanted]] = True
+        question_N, key_N = self._parts.questions_N[self._rows_N], self.keys_N
+        _, first_U, which_N = np.unique(question_N, return_index=True, return_inverse=True)
+        key_N = np.where(question_N > 0, key_N[first_U[which_N]], key_N)
+        held_N = key_N < np.sort(key_N)[wanted] if wanted else np.zeros(len(self), dtype=bool)
         return self.select(np.flatnonzero(~held_N)), self.select(np.flatnonzero(held_N))
 
     def label_counts(self, vocab_size: int) -> np.ndarray:
@@ -208,6 +211,10 @@ class _Parts:
     @cached_property
     def keys_N(self) -> np.ndarray:
         return self._column(np.uint64, lambda part: part.keys_N)
+
+    @cached_property
+    def questions_N(self) -> np.ndarray:
+        return self._column(np.uint64, lambda part: part.batch["question"].to_numpy())
 
     @cached_property
     def lengths_N(self) -> np.ndarray:

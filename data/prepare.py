@@ -185,7 +185,7 @@ def write_dialogues(cfg: DataConf, verifier: Verifier, folder: Path, kept: KeptS
             else:
                 with Quarantine(folder / QUARANTINE) as quarantine:
                     dialogues = read_dialogues(sources_of(cfg.path), bad, quarantine)
-                    rows = regenerate(verifier, dialogues, path, sampling, _limits(cfg), write)
+                    rows = regenerate(verifier, dialogues, path, sampling, _limits(cfg), write, quarantine)
         if not len(rows):
             found = describe(rows.counts + bad) or "nothing was dropped"
             raise UserError(f"expected dialogues from {verifier.name}, none was finished ({found}); raise data.minutes")

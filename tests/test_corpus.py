@@ -13,7 +13,7 @@ import data.parts
 from conf.errors import UserError
 from data.batches import PackedLoader
 from data.convert import Conversion, Converter
-from data.corpus import Corpus, content_hash
+from data.corpus import Columns, Corpus, content_hash
 from data.documents import Document, with_prompt
 from data.parts import tokenized
 from data.rows import Dialogue
@@ -90,6 +90,16 @@ def test_split_is_disjoint_complete_and_by_content():
         assert list(train) == [document for document in plain if document.content_hash not in held]
     backwards = corpus.select(range(12500, -1, -1)).split(24)[1]
     assert {document.id for document in backwards} == {document.id for document in corpus.split(24)[1]}
+
+
+def test_documents_of_one_question_stay_together():
+    columns = Columns()
+    for index in range(600):
+        columns.add(Document(str(index), [1, index, 2], [(1, 3)]), question=index // 3 + 1 if index < 300 else 0)
+    train, validation = Corpus([columns.batch()]).split(100)
+    sides = [{int(document.id) // 3 for document in side if int(document.id) < 300} for side in (train, validation)]
+    assert not sides[0] & sides[1] and len(sides[1]) > 5 and len(sides[0] | sides[1]) == 100
+    assert 98 <= len(validation) <= 100 and len(train) + len(validation) == 600
 
 
 def test_vocabulary_and_plan_take_the_corpus_as_it_is():

@@ -10,6 +10,7 @@ import torch
 from data.clock import Limits
 from data.log import CLOSES, RoundLog
 from data.memory import SHARE, slot_bytes
+from data.quarantine import Quarantine
 from data.regenerate import regenerate
 from data.rows import Dialogue
 from tiny_writer import SMALL, Dying, content, plain_argmax, tiny_writer, turns
@@ -74,6 +75,17 @@ def test_a_file_is_read_again_when_nothing_is_left_to_write(verifier, tmp_path):
         met.clear()
         regenerate(verifier, dialogues(), tmp_path / "a.jsonl", SMALL, Limits(max_documents=5))
         assert met == list(range(5)), run
+
+
+def test_what_cannot_be_asked_is_in_quarantine_once_in_each_run(verifier, tmp_path):
+    rows = [Dialogue(str(n), "s", turns("word " * 300 if n == 2 else f"q {n}"), place=f"f:{n + 1}") for n in range(6)]
+    for _ in ("first", "again"):
+        with Quarantine(tmp_path / "q.jsonl") as quarantine:
+            log = regenerate(verifier, rows, tmp_path / "a.jsonl", SMALL, Limits(), quarantine=quarantine)
+        assert len(log) == 5 and log.counts["prompt beyond max_length"] == 1
+        (line,) = (tmp_path / "q.jsonl").read_text().splitlines()
+        row = json.loads(line)
+        assert (row["place"], row["reason"]) == ("f:3", "prompt beyond max_length") and row["text"].startswith("word")
 
 
 def test_regeneration_fills_up_after_drops(verifier, tmp_path):
