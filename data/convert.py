@@ -83,7 +83,7 @@ class Converter:
         return self.wanted == 0
 
     def convert(self, dialogues: Sequence[Dialogue]) -> Iterator[tuple[list[Document], int]]:
-        """For each, (its documents, possibly none; the key of its question, or 0 where questions need not differ).
+        """For each, (its documents, possibly none; the key of its question, 0 without one).
 
         Some are tokenised at a time: tokenizers let other threads run meanwhile.
         """
@@ -104,8 +104,9 @@ class Converter:
         return tried
 
     def _take(self, dialogue: Dialogue, tried: _Tried) -> tuple[list[Document], int]:
-        question, kept = question_key(tried.texts[0]) if self.how.unique == "prompt" else 0, []
-        repeated = "duplicate prompt" if question and question in self.questions else ""
+        question, kept = question_key(tried.texts[0]) if tried.texts[0].strip() else 0, []
+        once = self.how.unique == "prompt" and question
+        repeated = "duplicate prompt" if once and question in self.questions else ""
         if reason := tried.excluded or repeated or tried.refused:
             self._drop(dialogue, tried, reason)
             return kept, question
@@ -122,7 +123,7 @@ class Converter:
                 continue
             self._keep(document, whole)
             kept.append(document)
-        if kept and question:
+        if kept and once:
             self.questions.add(question)
         return kept, question
 

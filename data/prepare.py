@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 5  # of the dialogues' folders; raise it when what the same settings give changes
-CORPUS_FORMAT = 1  # of the documents' folders inside them; raise it when what the same dialogues give changes
+CORPUS_FORMAT = 2  # of the documents' folders inside them; raise it when what the same dialogues give changes
 ANSWERS = ("regenerate", "given")
 
 

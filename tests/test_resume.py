@@ -17,7 +17,7 @@ from models.heads import captured_layers
 from tiny import tiny_verifier
 from toy_training import CPU, documents, make
 from train.callbacks import Validate
-from train.checkpoints import KeepCheckpoints, newest, restore_rng, rng_states
+from train.checkpoints import KeepCheckpoints, best, newest, restore_rng, rng_states
 from train.fit import MetricsFile, fit
 
 STEPS = 9
@@ -122,6 +122,23 @@ def test_killed_and_continued_equals_undisturbed(verifiers, tmp_path, case):
         [*map(str, range(1, STEPS + 1)), "3", "6", "9"]  # every step once, and three validations
     )
     same(whole, parts)
+
+
+def test_a_validation_that_is_cut_short_is_made_up_for(verifiers, tmp_path, monkeypatch):
+    """A second Ctrl-C in the midst of it: the step is saved unjudged, and judged when the run goes on."""
+    verifier = verifiers["eagle3"]
+    train(tmp_path / "whole", make(verifier, 5))
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):  # how Lightning passes Ctrl-C on
+
+        def cut(*_):
+            raise KeyboardInterrupt
+
+        patched.setattr("train.callbacks.free_running", cut)
+        train(tmp_path / "parts", make(verifier, 5))
+    assert best(tmp_path / "parts") is None and newest(tmp_path / "parts").step == 3
+    train(tmp_path / "parts", make(verifier, 5))
+    assert best(tmp_path / "parts")["step"] == 3
+    same(contents(tmp_path / "whole"), contents(tmp_path / "parts"))
 
 
 def test_states_from_the_disk_resume_as_those_of_the_verifier(verifiers, tmp_path):

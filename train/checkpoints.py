@@ -188,7 +188,14 @@ class KeepCheckpoints(pl.Callback):
         self.saved = 0
 
     def on_train_start(self, trainer, module) -> None:
-        self.saved = trainer.global_step  # the one that was resumed lies there already
+        """The one that was resumed lies there already. It is saved again where its validation, which a second Ctrl-C
+        cut short, has been made up for (by Validate, whose turn is before): what is best must be known of it."""
+        self.saved = step = trainer.global_step
+        note = read_json((self.folder / NAME.format(step)).with_suffix(".json"))
+        known = step and step == module.validated.get("step") and BEST in module.validated
+        if known and BEST not in note.get("metrics", {}) and trainer.world_size == 1:
+            self.saved = 0
+            self.save(trainer, module)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         if any(every and trainer.global_step % every == 0 for every in (self.every, self.validate_every)):
