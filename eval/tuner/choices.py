@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eval.theory.model import break_even, expected_tokens
+from eval.theory.model import equal_alpha, expected_tokens
 from eval.tuner.costs import Costs
 from eval.tuner.published import WIDER, WIDER_HIGH, Profile
 
@@ -18,8 +18,8 @@ WORTH = 1.02  # a tree is taken where it gains more than this on the chain
 class Choice:
     """depth: drafts of a chain, levels of a tree. nodes: drafts in all. rows: of a sequence in the verify call.
 
-    expected: tokens a round. low, high: of the speed-up. seconds: of a round. break_even: the acceptance, the same at
-    every depth, from which it pays; None: never. even_tau: tokens a round from which it pays.
+    expected: tokens a round. low, high: of the speed-up. seconds: of a round. even_tau: tokens a round from which it
+    pays.
     """
 
     shape: str
@@ -31,13 +31,17 @@ class Choice:
     low: float
     high: float
     seconds: float
-    break_even: float | None
     even_tau: float
     origin: str = ""
 
     @property
     def rows(self) -> int:
         return self.nodes + 1
+
+    @property
+    def pays_from(self) -> float | None:
+        """The acceptance, the same at every depth, from which it is faster than plain decoding; None: never."""
+        return equal_alpha(self.even_tau, self.depth)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,6 @@ def _choice(shape, depth, nodes, branch, costs: Costs, point, low, high, origin=
         low=costs.speedup(expected_tokens(low), depth, rows, 1),
         high=costs.speedup(expected_tokens(high), depth, rows, -1),
         seconds=costs.round(depth, rows),
-        break_even=break_even(depth, costs.times, rows),
         even_tau=costs.round(depth, rows) / costs.times.decode,
         origin=origin or ("assumption" if shape == "tree" else ""),
     )  # fmt: skip

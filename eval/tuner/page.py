@@ -103,7 +103,7 @@ def _notes(values: dict) -> str:
 
 def _work(values: dict) -> str:
     rows = [
-        (str(one["depth"]), one["work"], f"{one['low']:.2f} to {one['high']:.2f}", number(one["break_even"], 2))
+        (str(one["depth"]), one["work"], f"{one['low']:.2f} to {one['high']:.2f}", number(one["pays_from"], 2))
         for one in values["n"]["candidates"]
     ]
     best = values["n"]["n_star"] or "none pays"

@@ -34,7 +34,7 @@ def record(answer: Answer) -> dict:
         "temperature": {
             "workload": case.load.temperature,
             "up_to": answer.warmest,
-            "pays_from": picked.break_even if picked else None,
+            "pays_from": picked.pays_from if picked else None,
         },
         "rollback": {"how": case.engine.rollback or "not verified", "source": case.engine.rollback_source or None},
         "latency": _latency(answer) if picked else None,
@@ -70,7 +70,7 @@ def _recommendation(answer: Answer) -> dict:
 def _choice(choice: Choice | None) -> dict | None:
     if choice is None:
         return None
-    values = asdict(choice) | {"rows": choice.rows, "round_ms": choice.seconds * 1000}
+    values = asdict(choice) | {"rows": choice.rows, "pays_from": choice.pays_from, "round_ms": choice.seconds * 1000}
     del values["seconds"]
     return values
 

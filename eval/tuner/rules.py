@@ -232,7 +232,7 @@ def below_break_even(found: Found) -> Refusal | None:
     if picked.speedup > 1:
         return None
     measured = option.measured and option.costs.origin == "measured"
-    needed = "no acceptance would pay" if picked.break_even is None else f"it pays from {picked.break_even:.2f}"
+    needed = "no acceptance would pay" if picked.pays_from is None else f"it pays from {picked.pays_from:.2f}"
     return Refusal(
         "break_even",
         f"{'measured' if measured else 'expected'}: nothing is faster than plain decoding; the best, {picked.shape} of "
