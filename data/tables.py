@@ -154,8 +154,26 @@ def _check(table: pa.Table | pa.RecordBatch) -> None:
     try:
         table.validate(full=True)
     except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):  # such rows are dropped one by one
+        if "UTF8" not in str(error):
             raise
+        # Such rows are dropped one by one. But the first fault ends the look: what stands behind it is looked at as bytes.
+        for column in table.columns:
+            for part in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+                part = part.storage if isinstance(part, pa.ExtensionArray) else part
+                part.view(_as_bytes(part.type)).validate(full=True)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type with bytes in place of text, at any depth."""
+    import pyarrow as pa
+
+    plain = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    for is_list, make in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_list(kind):
+            return make(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return plain.get(kind, kind)
 
 
 def _values(table: pa.Table | pa.RecordBatch) -> list[dict | Drop]:

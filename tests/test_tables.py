@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -258,3 +259,16 @@ def test_hashes_are_of_the_content(tmp_path):
     different = write("saved", tmp_path, ROWS[:2])
     assert len({*hashes.values(), sources_hash(sources_of(different))}) == len(KINDS) + 1
     assert Part("saved", str(different)).files() == [different / f"data-0000{n}-of-00002.arrow" for n in (0, 1)]
+
+
+def test_text_that_is_none_hides_no_wild_offset(tmp_path):
+    """Arrow's own look ends at its first fault; a place outside the file behind it would end the process."""
+    offsets, path = np.array([0, 1, 2], np.int32), tmp_path / "a.arrow"
+    no_text = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(offsets.copy()), pa.py_buffer(b"\xff\xfe")])
+    wild = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(b"ab")])
+    batch = pa.RecordBatch.from_arrays([no_text, wild], names=["prompt", "text"])
+    offsets[1] = 1 << 28
+    with pa.ipc.new_stream(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(UserError, match="may be damaged"):
+        list(tables.read_arrow(path))
