@@ -156,7 +156,7 @@ def _check(table: pa.Table | pa.RecordBatch) -> None:
     except pa.ArrowInvalid as error:
         if "UTF8" not in str(error):
             raise
-        # Such rows are dropped one by one. But the first fault ends the look: what stands behind it is looked at as bytes.
+        # Such rows are dropped one by one. The first fault ends the look: what stands behind it is looked at as bytes.
         for column in table.columns:
             for part in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
                 part = part.storage if isinstance(part, pa.ExtensionArray) else part
