@@ -75,7 +75,9 @@ def mistake(command: str, overrides: list[str]) -> str | None:
 
 def explain(error: BaseException) -> str:
     """One line for an error of Hydra or OmegaConf, with the setting's name in front."""
-    while error.__cause__ is not None:  # Hydra wraps the error that names the value
+    passed: list[BaseException] = []
+    while error.__cause__ is not None and error not in passed:  # Hydra wraps what names the value; OmegaConf in circles
+        passed.append(error)
         error = error.__cause__
     return _one_line(error)
 

@@ -166,17 +166,17 @@ def ends(model: nn.Module) -> list[nn.Module]:
 
 
 def _only_parts(where: str, local: Path | None, device: torch.device, dtype: torch.dtype, options: dict) -> Loaded:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(where, **options)
     model = parts.outline(config, dtype, options["trust_remote_code"])
     files = _weight_files(local, where, options)
     parts.fill(model, ends(model), files, device, dtype)
-    return Loaded(model, AutoTokenizer.from_pretrained(where, **options), files)
+    return Loaded(model, _tokenizer(where, options), files)
 
 
 def _from_pretrained(where: str, dtype: torch.dtype, options: dict) -> tuple[nn.Module, object]:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     spread = {name: options.pop(name) for name in ("device_map", "max_memory", "offload_folder") if name in options}
     config = AutoConfig.from_pretrained(where, **options)
@@ -189,7 +189,19 @@ def _from_pretrained(where: str, dtype: torch.dtype, options: dict) -> tuple[nn.
             f"expected every weight of {type(model).__name__} in {where}, found {len(missing)} missing, "
             f"{missing[0]} first: they would be random; check that the folder is complete and of this architecture"
         )
-    return model, AutoTokenizer.from_pretrained(where, **options)
+    return model, _tokenizer(where, options)
+
+
+def _tokenizer(where: str, options: dict) -> object:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise UserError(
+            f"expected model_max_length in tokenizer_config.json of {where} to be a number, found "
+            f"{str(tokenizer.model_max_length)[:40]!r}: correct it"
+        )
+    return tokenizer
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 from conf import schema
 from conf.cli import CONF, choices, load, with_budget
 from conf.errors import UserError
-from conf.explain import groups, options, settings
+from conf.explain import explain, groups, options, settings
 from train.resolve import with_defaults
 
 NEEDED = ["data.path=x.jsonl", "verifier.source=x"]  # what folder and jsonl leave to the user
@@ -95,3 +95,11 @@ def test_budget_is_chosen_when_none_is_named(monkeypatch):
     assert with_budget("data", ["budget=demo"]) == ["budget=demo"]
     with pytest.raises(UserError, match="to resume"):
         with_defaults(["resume=/nowhere"])
+
+
+def test_a_group_that_is_null_and_causes_in_a_circle():
+    with pytest.raises(UserError, match="must be a string"):
+        load("train", ["trainer=null"])
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert explain(one) in ("one", "other")

@@ -1,5 +1,6 @@
 """From a name to a verifier: folders, hashes, and the one line when it cannot be had."""
 
+import json
 import shutil
 
 import pytest
@@ -136,3 +137,11 @@ def test_architectures_that_cannot_be_driven():
         Verifier.load("smollm2", dtype="int3")
     with pytest.raises(UserError, match="expected verifier.device"):
         Verifier.load("smollm2", device="abacus")
+
+
+def test_a_length_of_the_tokenizer_that_is_no_number(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    found = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(found | {"model_max_length": [1]}))
+    with pytest.raises(UserError, match="to be a number, found"):
+        Verifier.load(str(folder))
