@@ -1,6 +1,7 @@
 """GGUF files of EAGLE-3 heads: round trips, what llama.cpp reads in them, and refusals."""
 
 import json
+import struct
 from dataclasses import replace
 
 import gguf
@@ -337,3 +338,10 @@ def test_a_gguf_folder_is_exported_and_evaluated_by_command(tmp_path, monkeypatc
     main("eval")(evaluate_run)()
     values = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert values["identical_to_baseline"] is True and values["dtype"] == "float32"
+
+
+def test_a_length_beyond_the_file_ends_at_once(tmp_path):
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 0, 1 << 40)
+    (tmp_path / "a.gguf").write_bytes(head + bytes(64))
+    with pytest.raises(UserError, match=r"is damaged \(it ends at 1\d\d bytes\)"):
+        layout.kind(tmp_path)

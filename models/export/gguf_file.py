@@ -70,8 +70,17 @@ def add_tokens(writer: gguf.GGUFWriter, verifier: Verifier) -> None:
 
 @lru_cache(maxsize=1)
 def parsed(file: Path, _changed: int) -> gguf.GGUFReader:
-    """Seconds for a large vocabulary, and a reader asks several times."""
-    return gguf.GGUFReader(file)
+    """Seconds for a large vocabulary, and a reader asks several times. ValueError where the file ends too early."""
+    return _Reader(file)
+
+
+class _Reader(gguf.GGUFReader):
+    """Ends where the file does: the library reads on through any length that a damaged header claims."""
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError(f"it ends at {len(self.data)} bytes")
+        return super()._get(offset, dtype, count, override_order)
 
 
 def copy_of(tensor: gguf.ReaderTensor, place: Path) -> Tensor:
