@@ -166,7 +166,12 @@ def _compose(command: str, overrides: list[str]) -> Any:
     try:
         with initialize_config_dir(CONF, version_base="1.3", job_name=command):
             return compose(command, overrides)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: of a group set to null
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        ValueError,
+        TypeError,
+    ) as error:  # trainer=null, [null]
         raise UserError(explain(error)) from error
 
 

@@ -5,12 +5,13 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from conf import schema
 from conf.cli import CONF, choices, load, with_budget
 from conf.errors import UserError
 from conf.explain import explain, groups, options, settings
-from train.resolve import with_defaults
+from train.resolve import resumed_config, with_defaults
 
 NEEDED = ["data.path=x.jsonl", "verifier.source=x"]  # what folder and jsonl leave to the user
 OPTIONS = [(group, name) for group in groups("train") for name in options(group)]
@@ -100,6 +101,17 @@ def test_budget_is_chosen_when_none_is_named(monkeypatch):
 def test_a_group_that_is_null_and_causes_in_a_circle():
     with pytest.raises(UserError, match="must be a string"):
         load("train", ["trainer=null"])
+    with pytest.raises(UserError):
+        load("train", ["trainer=[null]"])
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert explain(one) in ("one", "other")
+
+
+def test_a_list_in_a_runs_config_keeps_its_type(tmp_path):
+    values = OmegaConf.create(
+        {"verifier": {"source": "x"}, "data": {"path": "x"}, "optim": {"betas": [0.9, {"eps": 1}]}}
+    )
+    OmegaConf.save(values, tmp_path / "config.yaml")
+    with pytest.raises(UserError, match=r"betas\[1\]: Value .* could not be converted to Float"):
+        resumed_config(tmp_path, [])
