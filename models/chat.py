@@ -168,7 +168,12 @@ def end_of_turn_ids(tokenizer, generation_config=None) -> tuple[int, ...]:
             ids.update(answer_end_ids(tokenizer)[-1:])
     configured = getattr(generation_config, "eos_token_id", None)
     if configured is not None:
-        ids.update([configured] if isinstance(configured, int) else configured)
+        configured = configured if isinstance(configured, list | tuple) else [configured]
+        if not all(type(token) is int for token in configured):
+            raise UserError(
+                f"expected eos_token_id of generation_config.json to be token ids, found {configured!r:.60}"
+            )
+        ids.update(configured)
     return tuple(sorted(ids))
 
 

@@ -79,3 +79,11 @@ def test_a_date_that_a_template_computes_is_warned_of(caplog):
     assert "writes today's date" in caplog.text
     tokenizer.chat_template = "{{ strftime_now('%d %Y') }}"
     assert chat.render_text(tokenizer, [{"role": "user", "content": "a"}]) == "26 2024"
+
+
+def test_an_end_that_is_no_id():
+    assert chat.end_of_turn_ids(None, GenerationConfig(eos_token_id=[5, 3])) == (3, 5)
+    config = GenerationConfig()
+    config.eos_token_id = "2"
+    with pytest.raises(UserError, match="to be token ids, found"):
+        chat.end_of_turn_ids(None, config)
