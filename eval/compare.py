@@ -19,7 +19,7 @@ from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.terminal import TextConsole
 from data.files import write_json
-from eval import alpha_file, report
+from eval import alpha_file
 from eval.counts import Counts, bootstrap_tau, paired_bootstrap, pool, wilson
 from eval.plots import plot_summary
 from eval.tables import markdown_table, number, span
@@ -60,12 +60,27 @@ class Arm:
     by_prompt: list[Counts]
 
 
-def read_alpha(run: str) -> dict:
-    """alpha.json of a run or evaluation folder, of a run's latest evaluation, or such a file. Raises UserError."""
+def measured_in(run: str) -> Path:
+    """The folder that holds a run's alpha.json (its own, else its latest evaluation's), or the file that was named."""
     path = Path(run)
     if path.is_dir() and not (path / "alpha.json").is_file():
-        path = max(path.glob("eval-*/alpha.json"), default=path)
-    return alpha_file.read_alpha(path)
+        path = max(path.glob("eval-*/alpha.json"), default=path / "alpha.json").parent
+    return path
+
+
+def read_alpha(run: str) -> dict:
+    """alpha.json of a run or evaluation folder, of a run's latest evaluation, or such a file. Raises UserError."""
+    return alpha_file.read_alpha(measured_in(run))
+
+
+def run_labels(runs: list[Path] | list[str]) -> list[str]:
+    """The folders' last parts, longer where they would be the same. UserError when one is named twice."""
+    parts = [Path(run).resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError("the same run is named twice")
 
 
 def read_arms(runs: list[str], names: list[str]) -> list[Arm]:
@@ -235,7 +250,7 @@ def compare(cfg) -> Outcome:
     runs = [str(run) for run in ([cfg.runs] if isinstance(cfg.runs, str) else cfg.runs or [])]
     if len(runs) < 2:
         raise UserError(f"expected two runs or more, found {len(runs)}: python -m eval.compare runs=[DIR,DIR]")
-    labels = report.run_labels([Path(run) for run in runs])
+    labels = run_labels(runs)
     names = [str(name) for name in ([cfg.names] if isinstance(cfg.names, str) else cfg.names or labels)]
     if len(names) != len(runs):
         raise UserError(f"expected a name for each of {len(runs)} runs, found {len(names)} names: {' '.join(names)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from html import escape
 from operator import add
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from rich.console import Group
 from rich.table import Table
 
 from data.files import write_json
-from eval import report
 from eval.counts import Counts
 from eval.exposure import ENOUGH, RESAMPLES, Exposure, accuracies, described, draws, listed, shares
-from eval.plots import COLOURS, LINE, new_figure, plain, read_metrics, save_figure
+from eval.plots import COLOURS, new_figure, plain, read_metrics, save_figure, shares_line
+from eval.report.charts import last_accuracies
+from eval.report.page import flattened, html_folded, html_header, html_page, html_picture, html_table, words
 from eval.tables import markdown_table, number, span
 
 EXPLANATION = (
@@ -67,11 +67,7 @@ class ArmRun:
 
 def last_accuracy(metrics: Path) -> list[float]:
     """Training accuracy by TTT step, the mean over the last tenth of the points in a metrics.csv."""
-    logged, found = read_metrics(metrics), []
-    while points := logged.get(f"train/accuracy_{len(found)}"):
-        last = [value for _, value in points[-max(1, len(points) // 10) :]]
-        found.append(sum(last) / len(last))
-    return found
+    return last_accuracies(read_metrics(metrics))
 
 
 @dataclass(frozen=True)
@@ -115,12 +111,12 @@ def study_record(overrides: Mapping[str, Sequence[str]], runs: Sequence[ArmRun],
     prompts = len(runs[0].loop)
     draws_SN = draws(prompts, RESAMPLES if prompts >= ENOUGH else 0)
     arms, values, samples = {}, {}, {}
-    for name, words in overrides.items():
+    for name, settings in overrides.items():
         own = [run for run in runs if run.arm == name]
         pooled = _Pooled.of(own, depth)
         values[name], samples[name] = pooled.samples(), pooled.samples(draws_SN)
         arms[name] = {
-            "overrides": list(words),
+            "overrides": list(settings),
             "seeds": [run.seed for run in own],
             "steps": [run.trained["steps"] for run in own],
             "training_seconds": [run.trained["seconds"] for run in own],
@@ -234,9 +230,10 @@ def plot_study(values: dict, path: Path) -> Path:
     """n-alpha by depth beside true and own features on the same drafts, with intervals over prompts."""
     figure, (loop, same) = new_figure(2, size=(10, 4), dpi=200)
     for colour, (name, arm) in zip(COLOURS, values["arms"].items(), strict=False):
-        _line(loop, arm, "n_alpha", colour, label=plain(name))
-        _line(same, arm, "true_accuracy", colour, label=plain(f"{name}, true features"), ls="--", mfc="white")
-        _line(same, arm, "own_accuracy", colour, label=plain(f"{name}, own features"))
+        shares_line(loop, arm, "n_alpha", color=colour, label=plain(name))
+        true = {"ls": "--", "mfc": "white", "label": plain(f"{name}, true features")}
+        shares_line(same, arm, "true_accuracy", color=colour, **true)
+        shares_line(same, arm, "own_accuracy", color=colour, label=plain(f"{name}, own features"))
     loop.set(xlabel="n, own features read", ylabel="n-alpha", ylim=(0, 1), title="Acceptance in the loop")
     same.set(xlabel="n, own features read", ylabel="accuracy", ylim=(0, 1), title="The same drafts, both ways")
     for axes in (loop, same):
@@ -244,18 +241,6 @@ def plot_study(values: dict, path: Path) -> Path:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=8)
     return save_figure(figure, path)
-
-
-def _line(axes, arm: dict, name: str, colour: str, **style) -> None:
-    """Depths with an interval as a line in its band; those that too few drafts have reached as faint points."""
-    points = [(n, value) for n, value in enumerate(arm[name]) if value is not None]
-    bounds = [(n, *both) for n, both in enumerate(arm[f"{name}_interval"]) if both is not None]
-    sure = {n for n, *_ in bounds} or {n for n, _ in points}  # of a single prompt there are no intervals at all
-    kept = [point for point in points if point[0] in sure]
-    axes.plot(*zip(*kept, strict=True), color=colour, **(LINE | style))
-    axes.plot(*([x[i] for x in points if x not in kept] for i in (0, 1)), "o", ms=4, color=colour, alpha=0.3)
-    if bounds:
-        axes.fill_between(*zip(*bounds, strict=True), color=colour, alpha=0.12, lw=0)
 
 
 def write_study(values: dict, folder: Path, plots: bool = True, page: bool = True) -> Path:
@@ -273,13 +258,14 @@ def write_study(values: dict, folder: Path, plots: bool = True, page: bool = Tru
 def _write_page(values: dict, picture: Path, path: Path) -> Path:
     title = " and ".join(values["arms"])
     how = f"{values['prompts']} prompts, a chain of {values['depth']} drafts, greedy; arms trained for equal "
+    definitions = html_table(("", ""), values["definitions"].items(), wrap_last=True)
+    origin = html_table(("", ""), flattened(values["provenance"]), wrap_last=True)
     parts = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="soft">{how}{values["equal"]}</p>',
-        f"<p>{escape(values['explanation'])}</p>",
-        report.html_picture(picture),
-        *(f"<h2>{escape(name)}</h2>" + report.html_table(head, rows) for name, head, rows in study_tables(values)),
-        "<h2>What the numbers mean</h2>" + report.html_table(("", ""), values["definitions"].items(), wrap_last=True),
-        "<h2>Provenance</h2>" + report.html_table(("", ""), report.flattened(values["provenance"]), wrap_last=True),
+        html_header("a study of draft heads", title, how + values["equal"]),
+        f"<p>{words(values['explanation'])}</p>",
+        html_picture(picture),
+        *(f"<h2>{words(name)}</h2>" + html_table(head, rows) for name, head, rows in study_tables(values)),
+        html_folded("what the numbers mean", definitions),
+        html_folded("provenance", origin),
     ]
-    return report.html_page(path, title, parts)
+    return html_page(path, title, parts)
