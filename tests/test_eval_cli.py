@@ -9,6 +9,7 @@ import pytest
 
 from eval.command import evaluate_run, load_verifier
 from eval.compare import compare
+from eval.rounds import read_rounds
 from eval.theory.command import run as theory
 from models.export.native import read_head
 from models.verifier import Verifier
@@ -34,7 +35,12 @@ def test_evaluates_a_run(run):
     (folder,) = run.glob("eval-*")
     assert values["alpha_json"] == str(folder / "alpha.json")
     assert json.loads((folder / "alpha.json").read_text())["tau"] == values["tau"]
-    assert (folder / "report.html").is_file() and "acceptance by depth" in done.stderr
+    assert "acceptance by depth" in done.stderr
+    exposure = values["exposure"]
+    assert exposure["counted"][0] > 0 and exposure["gap"][0] == 0 and exposure["tested"][0] == exposure["counted"][0]
+    [text] = read_rounds(folder)
+    assert text.whole and [one.kind for one in text.rounds][0] == "first"
+    assert (folder / "report.html").read_text().count('<span class="t ') > sum(one.kept for one in text.rounds)
 
 
 def test_sampled_without_a_page(run, tmp_path, command):

@@ -51,7 +51,7 @@ def _legend(texts: Sequence[TextRounds]) -> str:
     if all(text.whole for text in texts):
         lines += [
             '<li class="js-only"><span class="chip no">word</span> refused draft</li>',
-            '<li class="js-only"><span class="chip untried">word</span> not reached</li>',
+            '<li class="js-only"><span class="chip untried">word</span> not taken</li>',
         ]
     return f'<ul class="legend">{"".join(lines)}</ul>'
 
