@@ -98,6 +98,12 @@ def test_the_slider_walks_the_rounds(browser, pages):
     assert browser.run(HEIGHT) == height and browser.run("window.__shift") == 0 and browser.errors == []
 
 
+def test_an_older_run_claims_no_more_than_it_knows(browser, pages):
+    browser.open(pages["old"])
+    assert browser.run(TOLD) == "Round 3 of 32 accepted, then the verifier's own token"
+    assert "correction" not in browser.run("document.querySelector('#tokens').innerText")
+
+
 def test_buttons_and_play(browser, pages):
     browser.open(pages["run"])
     browser.move('[data-go="-1"]', click=True)

@@ -96,7 +96,7 @@ def exposure_plots(values: dict, metrics: Metrics) -> list[str]:
         lines["teacher-forced: true features"] = exposure["teacher_forced"]
         lines["own features, the text's tokens"] = exposure["own_given_tokens"]
     if trained:
-        lines["the same in training, at its end"] = trained
+        lines["own features, training text"] = trained
     plots = []
     if lines and profile and profile[0] is not None:
         lines["free-running: n-\u03b1 in the loop"] = profile

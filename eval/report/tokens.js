@@ -22,9 +22,10 @@ const kinds = {
   first: "the verifier's first token",
 };
 
-const said = (round) => {
+const said = (round, whole) => {
   if (round.kind === "first") return "the prompt gives the first token";
   const passed = round.path.length;
+  if (!whole) return `${passed} accepted, then the verifier's own token`;
   const drafts = `${passed} of ${round.drafts.length} accepted`;
   return round.drafts.length ? `${drafts}, then ${round.kind === "bonus" ? "a bonus" : "a correction"}` : "no drafts";
 };
@@ -85,8 +86,8 @@ const walk = (box) => {
     const times = round.ms
       ? `draft ${milliseconds(round.ms[0])}, verify ${milliseconds(round.ms[1])}, all ${milliseconds(round.ms[2])}`
       : "";
-    told.replaceChildren(...[`Round ${at} of ${last}`, said(round), times].map((line) => el("span", "soft", line)));
-    slider.setAttribute("aria-valuetext", `round ${at} of ${last}, ${said(round)}`);
+    told.replaceChildren(...[`Round ${at} of ${last}`, said(round, whole), times].map((line) => el("span", "soft", line)));
+    slider.setAttribute("aria-valuetext", `round ${at} of ${last}, ${said(round, whole)}`);
     rows.replaceChildren(...chips(round, whole));
     rows.scrollTop = 0;
   };

@@ -47,8 +47,10 @@ def _legend(texts: Sequence[TextRounds]) -> str:
     more = f" (deeper than {SHADES} alike)" if deepest > SHADES else ""
     kinds = {one.kind for text in texts for one in text.rounds}
     lines = [f'<li><span aria-hidden="true">{drafts}</span> accepted drafts, by depth{more}</li>']
-    lines += [f'<li><span class="t {kind}">word</span> {escape(KINDS[kind])}</li>' for kind in KINDS if kind in kinds]
-    if all(text.whole for text in texts):
+    whole = all(text.whole for text in texts)
+    told = KINDS if whole else KINDS | {"correction": "the verifier's own token"}
+    lines += [f'<li><span class="t {kind}">word</span> {escape(told[kind])}</li>' for kind in KINDS if kind in kinds]
+    if whole:
         lines += [
             '<li class="js-only"><span class="chip no">word</span> refused draft</li>',
             '<li class="js-only"><span class="chip untried">word</span> not taken</li>',
