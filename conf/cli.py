@@ -34,9 +34,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.disk import advice, disk_error
 from conf.errors import Terminated, UserError, printable
-from conf.explain import explain, groups, mistake, usage
+from conf.explain import explain, groups, mistake
 from conf.schema import COMMANDS
 from conf.terminal import LineFormatter
+from conf.usage import usage
 
 CONF = str(Path(__file__).parent.resolve())
 
@@ -96,7 +97,7 @@ def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], li
         def entry() -> None:
             overrides = sys.argv[1:]
             if {"-h", "--help"} & set(overrides):
-                print(usage(command))
+                print(usage(command, _compose(command, [])))
                 return
             quiet_logs()
             with reported():

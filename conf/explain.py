@@ -40,17 +40,6 @@ def groups(command: str) -> list[str]:
     return [path.name for path in sorted(CONF.iterdir()) if f"- {path.name}:" in text and options(path.name)]
 
 
-def usage(command: str) -> str:
-    """The help page: the command's file, its groups with their options, and every setting's name."""
-    opening = [line[2:] for line in (CONF / f"{command}.yaml").read_text().splitlines() if line.startswith("# ")]
-    lines = [*opening, "", "Groups, as group=option:"]
-    lines += [f"  {group:<12}{' | '.join(options(group))}" for group in groups(command)]
-    lines += ["", "Settings, as name=value (conf/schema.py says what each means):"]
-    sections = {name.split(".")[0] for name in settings(command) if "." in name}
-    lines += [f"  {name}" for name in settings(command) if name not in sections]
-    return "\n".join(lines)
-
-
 def mistake(command: str, overrides: list[str]) -> str | None:
     """One line for the first override that names no setting, group or file of a group; None if all do.
 

@@ -19,10 +19,10 @@ from conf.workload import WorkloadConf
 class VerifierConf:
     source: str = "smollm2"  # "smollm2" (shipped in a wheel), a local folder, or a hub name
     dtype: str = "auto"  # auto: bfloat16 where the device has it natively, else float32
-    device: str = "auto"
+    device: str = "auto"  # a torch device; auto: a GPU where there is one
     aux_layers: list[int] | None = None  # null: 2, L//2, L-3
-    trust_remote_code: bool = False
-    revision: str | None = None
+    trust_remote_code: bool = False  # run the Python code in its folder
+    revision: str | None = None  # of the hub: a commit, branch or tag
     # Layers over several devices, host memory or the disk, by accelerate: "auto", or {module: device}
     device_map: Any = None
     max_memory: Any = None  # of it on each device: {0: 70GiB, cpu: 200GiB}
@@ -40,8 +40,8 @@ class HeadConf:
     start_layer: int = -1  # which decoder layer to start from
     start_lm_head: str = "verifier"  # "verifier" | "random"
     train_lm_head: bool = True  # false: it stays as it starts, and costs no gradient
-    fc_norm: bool = False  # EAGLE-3.1 switches
-    norm_output: bool = False
+    fc_norm: bool = False  # EAGLE-3.1: a norm on each captured state
+    norm_output: bool = False  # EAGLE-3.1: what is fed back has passed the final norm
     heads: int = 5  # Medusa: drafts at once
     blocks: int = 1  # Medusa: residual blocks in each head
     layers: int = 2  # independent draft: decoder layers
@@ -52,12 +52,12 @@ class ObjectiveConf:
     """What the head learns; each is a switch of its own. Sums are over (anchor, step) pairs, weighted by step."""
 
     token: str = "ce"  # "ce": soft cross-entropy | "lk": between KL and TV by acceptance | "lk_alpha": -log acceptance
-    token_weight: float = 1.0
+    token_weight: float = 1.0  # of that loss
     feature_weight: float = 0.0  # SmoothL1 against the verifier's last hidden state (EAGLE-1)
     top_k_weight: float = 0.0  # cross-entropy on the verifier's `top_k` best tokens (HASS)
-    top_k: int = 10
+    top_k: int = 10  # for top_k_weight
     weights: str = "decay"  # "decay": step_decay ** k | "vat": 1 up to the first rejection, decaying from there
-    step_decay: float = 0.8
+    step_decay: float = 0.8  # the weight of a step over that of the one before
     survival: float = 0.0  # weight of an output that learns whether a draft and all before it are accepted (VAT)
     noise: float = 0.0  # uniform noise on the captured states, +- this much (EAGLE-1: 0.1)
     tokens: str = "given"  # later steps read: "given": the text | "own": the head's drafts, which the verifier labels
@@ -76,10 +76,10 @@ class DataConf:
     server: Any = None  # http://HOST:PORT, or a list: OpenAI-compatible servers that write in the verifier's place
     server_model: str | None = None  # its name there; null: the only one that they serve
     concurrency: int = 32  # requests under way at each server
-    max_documents: int | None = None
+    max_documents: int | None = None  # dialogues
     max_tokens: int | None = None  # answer tokens
-    minutes: float | None = None
-    max_new_tokens: int = 192
+    minutes: float | None = None  # of writing; the first bound met of these three ends the data
+    max_new_tokens: int = 192  # of an answer that is written
     max_length: int = 1024  # longer dialogues end at their last whole turn, with a count; see data/documents.py
     temperature: float = 0.0  # of answers
     prompt_temperature: float = 1.0  # of prompts that the verifier writes
@@ -89,49 +89,49 @@ class DataConf:
     validation: int = 24  # documents held out
     store: bool = True  # keep the verifier's states on disk; false: compute them in every step
     store_dtype: str = "auto"  # the verifier's; or another float, and in one byte a value int8, float8
-    seed: int = 0
+    seed: int = 0  # of what is sampled, and of what is held out
 
 
 @dataclass
 class OptimConf:
     name: str = "adamw"  # "adamw" | "muon" (Muon for the matrices inside the layer, AdamW for the rest)
-    lr: float = 1e-3
+    lr: float = 1e-3  # at the end of the warm-up; it falls as a cosine from there
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
     matrix_lr: float = 0.02  # Muon's part
     momentum: float = 0.95  # Muon's part
-    warmup_ratio: float = 0.03
-    final_lr_ratio: float = 0.0
-    clip: float = 0.5
+    warmup_ratio: float = 0.03  # of the run's steps
+    final_lr_ratio: float = 0.0  # where the cosine ends, over lr
+    clip: float = 0.5  # norm of the gradient
 
 
 @dataclass
 class TrainerConf:
     max_steps: int | None = None  # optimizer steps; the first bound met of these three ends the run
-    minutes: float | None = None
-    epochs: float | None = None
+    minutes: float | None = None  # of training
+    epochs: float | None = None  # passes over the data
     tokens_per_step: int = 1024  # per rank and accumulation step
-    accumulate: int = 1
-    accelerator: str = "auto"
-    devices: Any = 1
-    num_nodes: int = 1
-    strategy: str = "auto"
+    accumulate: int = 1  # batches whose gradients are one step
+    accelerator: str = "auto"  # Lightning's: cpu, gpu
+    devices: Any = 1  # Lightning's: how many, or which
+    num_nodes: int = 1  # machines
+    strategy: str = "auto"  # Lightning's: ddp
     precision: str = "auto"  # auto: bf16-mixed where the device has bfloat16 natively, else 32-true
-    log_every: int = 10
+    log_every: int = 10  # steps
     validate_every: int = 200  # optimizer steps; 0: never
-    validate_prompts: int = 8
-    checkpoint_every: int = 200
+    validate_prompts: int = 8  # decoded by the loop at each validation
+    checkpoint_every: int = 200  # steps
     checkpoints: int = 2  # how many of the newest are kept, beside the best
     nonfinite: str = "stop"  # a loss or gradient that is no number: "stop" with a reproducer | "skip" the step, counted
     deterministic: bool = False  # only kernels that give the same bits every time; slower on a GPU
-    progress: bool = True
+    progress: bool = True  # the bar
     tflops: float | None = None  # for plan=true: matrix products of a device, 1e12 a second; null: measured here
 
 
 @dataclass
 class DecodeConf:
-    mode: str = "chain"  # or tree
+    mode: str = "chain"  # or "tree"
     depth: int = 5  # drafts of a chain, levels of a tree
     branch: int = 10  # EAGLE-2's k: nodes of a level that go on, and children of each
     total_tokens: int = 60  # of an EAGLE-2 tree, the pending token included
@@ -139,20 +139,20 @@ class DecodeConf:
     min_confidence: float = 0.0  # drafts of a less likely path are left out
     points: bool = False  # at a temperature: the draft's best tokens, as point masses, instead of draws from its law
     batch: int = 1  # sequences decoded at once
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0: all
     max_new_tokens: int = 128
-    dtype: str = "float32"
+    dtype: str = "float32"  # float32: the text is the verifier's own, token for token; bfloat16 for speed
 
 
 @dataclass
 class EvaluationConf:
     prompts: Any = field(default_factory=lambda: ["humaneval", "eyrie"])  # suite names or JSONL paths
     limit: int | None = None  # prompts per suite
-    minutes: float = 0.0  # of TrainConf.minutes, kept free for measuring, export and report
-    plots: bool = True
-    report: bool = True
+    minutes: float = 0.0  # of `minutes`, kept free for measuring, export and report
+    plots: bool = True  # alpha.png
+    report: bool = True  # report.html
 
 
 @dataclass
@@ -176,9 +176,9 @@ class LoggerConf:
 class RunConf:
     """What every command has."""
 
-    seed: int = 0
+    seed: int = 0  # of everything drawn by lot
     json: bool = False  # print one JSON object as the last line of standard output
-    threads: int | None = None  # null: torch's choice
+    threads: int | None = None  # of the CPU; null: torch's choice
 
 
 @dataclass
@@ -186,7 +186,7 @@ class TrainConf(RunConf):
     """python -m train"""
 
     name: str = "train"  # the run folder is output_dir/name/time
-    budget_name: str | None = None
+    budget_name: str | None = None  # what budget= sets; goes into the plan and the provenance
     output_dir: str = "outputs"
     minutes: float | None = None  # the whole job, evaluation included; training takes what the data leaves of it
     plan: bool = False  # print the plan and stop

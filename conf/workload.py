@@ -40,9 +40,8 @@ class WorkloadConf:
     rollback: bool | None = None  # it can take back rejected drafts of this model; null: as the table of engines says
     acceptance: str = "exact"  # any other rule is lossy
     # What drafts are there
-    heads: list[str] = field(
-        default_factory=list
-    )  # of those at hand, trained well: eagle1 (eagle2 too), eagle3, medusa
+    # of those at hand, trained well: eagle1 (eagle2 too), eagle3, medusa
+    heads: list[str] = field(default_factory=list)
     draft_parameters: float | None = None  # billions, of a smaller model with the verifier's tokenizer
     training_dialogues: int = 0  # the verifier's own answers that the budget allows to train on
     # Whose head it is, in hashes or revisions; null: the run's, or not known

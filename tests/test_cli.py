@@ -9,6 +9,8 @@ import torch
 
 from conf.cli import Outcome, main
 from conf.errors import UserError
+from conf.explain import groups, options, settings
+from conf.schema import COMMANDS
 
 
 def call(monkeypatch, capsys, command, words, run=None, **options):
@@ -120,8 +122,28 @@ def test_data_has_limits_without_a_budget(monkeypatch, capsys):
     assert code == 2 and len(err) == 1 and "did you mean" in err[0]
 
 
-@pytest.mark.parametrize("command", ["train", "theory"])
-def test_help_lists_groups_and_settings(monkeypatch, capsys, command):
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_has_every_group_and_setting(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "100")
     code, out, _, seen = call(monkeypatch, capsys, command, ["--help"], multirun=command == "train")
-    assert code == 0 and seen == [] and "python -m" in out[0]
-    assert any("seed" in line for line in out)
+    assert code == 0 and seen == [] and "python -m" in " ".join(out[:2])
+    assert all(len(line) <= 100 for line in out if line.startswith(" " * 34))
+    sections = {name.rpartition(".")[0] for name in settings(command)}
+    for name in set(settings(command)) - sections:
+        assert any(line.startswith(f"  {name}=") for line in out), name
+    for group in groups(command):
+        assert all(any(line.startswith(f"  {group}={name}") for line in out) for name in options(group)), group
+
+
+def test_help_says_what_a_setting_means_and_what_holds_without_it(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _, _ = call(monkeypatch, capsys, "train", ["--help"], multirun=True)
+    at = out.index("  data.max_length=1024            longer dialogues end at their last whole turn,")
+    assert out[at + 1] == " " * 34 + "with a count; see data/documents.py" and out[at + 2].startswith("  data.")
+    assert "  seed=0                          of everything drawn by lot" in out  # of a class that it inherits from
+    assert '  verifier.source=smollm2         "smollm2" (shipped in a wheel), a local' in out  # of the command's file
+    assert "  optim.betas=[0.9,0.95]" in out
+    assert "  data.seed=${seed}               of what is sampled, and of what is held out" in out
+    assert "  head=eagle3 *                   EAGLE-3: three captured layers, training-time" in out
+    assert "  budget=null *                   hour on a CPU, full on a GPU" in out
+    assert "  verifier.device_map=null        Layers over several devices, host memory or" in out  # a comment above it
