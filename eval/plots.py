@@ -202,7 +202,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def _is_number(text) -> bool:
-    number = isinstance(text, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text.strip())
+    number = isinstance(text, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text)
     return bool(number) and abs(float(text)) < LARGEST
 
 
