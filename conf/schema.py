@@ -404,6 +404,7 @@ class TunerCommandConf(RunConf):
 
     run: str | None = None  # a run or evaluation folder with an alpha.json, or such a file: a measured chain
     tree: str | None = None  # such a folder measured with decode=tree, beside it
+    sweep: str | None = None  # a sweep of the same head, beside it: a folder with a sweep.json, or such a file
     metrics: Any = None  # instead: a file or address of a vLLM, SGLang or llama.cpp /metrics page, or [before, after]
     family: str | None = None  # what drafted there, where neither says it
     workload: WorkloadConf = field(default_factory=WorkloadConf)

@@ -23,11 +23,11 @@ Whole = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,6}$")]  # a number a
 Depths = Field(max_length=MOST_DEPTHS)
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)  # other keys than these mean nothing to a reader
 
 
-class Times(_Part):
+class Times(Part):
     t_decode: Time
     t_verify: dict[Whole, Time]
     t_draft_first: Time
@@ -35,19 +35,19 @@ class Times(_Part):
     t_other: Time
 
 
-class Intervals(_Part):
+class Intervals(Part):
     tau: Span | None
     alpha: Span | None
     alpha_by_depth: list[Span | None]
 
 
-class Outlook(_Part):
+class Outlook(Part):
     n_star: Count
     speedup: Number
     speedup_by_n: Annotated[dict[Whole, Number], Depths]
 
 
-class Category(_Part):
+class Category(Part):
     prompts: Count
     tau: Number | None
     alpha: Share | None
@@ -55,7 +55,7 @@ class Category(_Part):
     speedup: Number | None
 
 
-class PromptRow(_Part):
+class PromptRow(Part):
     """accepted_by_depth, tested_by_depth: of one prompt; None in files that nothing is compared with."""
 
     id: str
@@ -68,10 +68,10 @@ class PromptRow(_Part):
 
     @model_validator(mode="after")
     def _shares(self) -> Self:
-        return _check_shares(self)
+        return check_shares(self)
 
 
-class Exposure(_Part):
+class Exposure(Part):
     """By own features read; `eval.exposure.exposure_record`."""
 
     tested: Annotated[list[Count], Depths]
@@ -92,7 +92,7 @@ class Exposure(_Part):
         return self
 
 
-class Difference(_Part):
+class Difference(Part):
     prompt: str
     position: Count
     gap: Number
@@ -104,12 +104,12 @@ def _round(value: list) -> list:
     return value
 
 
-class Sample(_Part):
+class Sample(Part):
     prompt: str
     rounds: list[Annotated[list, AfterValidator(_round)]]
 
 
-class AlphaFile(_Part):
+class AlphaFile(Part):
     """The keys of eval.alpha.AlphaReport."""
 
     tau: Number | None
@@ -161,10 +161,10 @@ class AlphaFile(_Part):
         missing = [a is not None and i is None for a, i in zip(self.alpha_by_depth, lists[2], strict=True)]
         if any(missing):
             raise ValueError(f"depth {missing.index(True) + 1} has an n-alpha and no interval")
-        return _check_shares(self)
+        return check_shares(self)
 
 
-def _check_shares(values):
+def check_shares(values):
     accepted, tested = values.accepted_by_depth or [], values.tested_by_depth or []
     if len(accepted) != len(tested) or any(a > t for a, t in zip(accepted, tested, strict=True)):
         raise ValueError("more drafts were accepted than tested")
@@ -177,13 +177,17 @@ def read_alpha(path: Path) -> dict:
     file = path / "alpha.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"expected alpha.json in {path}: run python -m eval run={path} first")
+    values = read_as(AlphaFile, file, "an alpha.json", "python -m eval")
+    return OLD | {"nodes": values["depth"]} | values
+
+
+def read_as(kind: type[Part], file: Path, what: str, maker: str) -> dict:
+    """The values of a JSON file. maker: the command that writes it. Raises UserError for what `kind` doesn't take."""
     values = json_file(file)
     try:
-        AlphaFile.model_validate(values)
+        kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "its values"
-        raise UserError(
-            f"{file} isn't an alpha.json of this version ({place}: {first['msg']}): run python -m eval again"
-        ) from error
-    return OLD | {"nodes": values["depth"]} | values
+        raise UserError(f"{file} isn't {what} of this version ({place}: {first['msg']}): run {maker} again") from error
+    return values

@@ -53,17 +53,18 @@ class Costs:
         return expected * self.times.decode / self.round(depth, rows, sign)
 
 
-def measured_costs(record: dict, batch: int) -> Costs:
-    """From an alpha.json. Its error is how far the speed-up that it predicts is from the one that it measured.
+def measured_costs(record: dict, batch: int, of: str = "the run") -> Costs:
+    """From an alpha.json. of: who measured.
 
-    Noise is no gain: a wider call is never taken to be cheaper, nor any than a plain step.
+    Its error is how far the speed-up that it predicts is from the one that it measured. Noise is no gain:
+    a wider call is never taken to be cheaper, nor any than a plain step.
     """
     found, promised = record["speedup"], record["predicted_speedup"]
     error = max(LEAST, abs(promised / found - 1)) if found and promised else LEAST
     times, run_batch = Times.of_record(record["times"]), record["batch"]
     rising = np.maximum(times.decode, isotonic_regression([s for _, s in sorted(times.verify_by_width.items())]).x)
     times = replace(times, verify_by_width=dict(zip(sorted(times.verify_by_width), rising.tolist(), strict=True)))
-    source = f"times of the run, {record['dtype']}, {record['threads']} threads, {record['device']}"
+    source = f"times of {of}, {record['dtype']}, {record['threads']} threads, {record['device']}"
     if run_batch == batch:  # a run has a sequence's share of its call
         times = Times(times.decode * batch, {rows: s * batch for rows, s in times.verify_by_width.items()},
                       times.draft_first * batch, times.draft * batch, times.other * batch)  # fmt: skip

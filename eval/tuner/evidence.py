@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
 from conf.errors import UserError
 from conf.parse import json_file
+from conf.workload import WorkloadConf
 from eval.compare import read_alpha
 from eval.counts import ratio, wilson
 from eval.serving.client import Server
@@ -15,6 +16,7 @@ from eval.serving.metrics import Snapshot, Tally, depth_of, difference, read
 from eval.theory.model import equal_alpha
 from eval.tuner.engines import FAMILIES
 from eval.tuner.published import Profile
+from eval.tuner.swept import Swept, read_sweep, remarks
 from models.export.native import CONFIG
 
 UNSURE = 0.05  # relative, of an acceptance that has no counts by position
@@ -27,6 +29,7 @@ class Evidence:
 
     lookup: prompt lookup on the same texts. record: the values of alpha.json. tree: level hit rates and nodes of a
     measured tree. card: verifier, as the head names it (weights_hash, tokenizer_hash). metrics_of: a server's name.
+    swept: a sweep of the run's head. heated: profiles of that, by temperature. remarks: on what was read.
     """
 
     profile: Profile | None = None
@@ -35,11 +38,20 @@ class Evidence:
     tree: tuple[Profile, int] | None = None
     card: dict | None = None
     metrics_of: str | None = None
+    swept: Swept | None = None
+    heated: tuple[Profile, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def measured(self) -> dict[str, Profile]:
         """By family."""
         return {profile.family: profile for profile in (self.profile, self.lookup) if profile}
+
+    def profiles(self, family: str) -> list[Profile]:
+        """Of all measured temperatures; at its own the run's stands before the sweep's."""
+        own = self.measured.get(family)
+        some = [other for other in self.heated if other.family == family]
+        return [own, *(other for other in some if other.temperature != own.temperature)] if own else some
 
 
 def evidence_of(cfg) -> Evidence:
@@ -50,6 +62,8 @@ def evidence_of(cfg) -> Evidence:
         raise UserError(f"no family '{cfg.family}'; there are: {', '.join(FAMILIES)}")
     if cfg.tree is not None and cfg.run is None:
         raise UserError("tree=DIR stands beside the run it is of: give run=DIR too, measured as a chain")
+    if cfg.sweep is not None and cfg.run is None:
+        raise UserError("sweep=FILE stands beside the run whose head it is of: give run=DIR too, measured as a chain")
     if cfg.metrics is not None:
         return _of_metrics(cfg)
     return Evidence() if cfg.run is None else _of_run(cfg)
@@ -73,7 +87,21 @@ def _of_run(cfg) -> Evidence:
             raise UserError(f"expected a measured tree in {cfg.tree}, found a chain: measure it with decode=tree")
         tree = _profile(other, profile.family, f"level hit rates of {cfg.tree}"), other["nodes"]
     card = {"weights_hash": values["verifier_hash"]} | (stored["verifier"] if stored else {})
-    return Evidence(profile, _lookup(values, profile), values, tree, card)
+    evidence = Evidence(profile, _lookup(values, profile), values, tree, card)
+    if cfg.sweep is not None:
+        return _with_sweep(evidence, read_sweep(cfg.sweep, values), cfg.workload)
+    beside = max(Path(cfg.run).glob("sweep-*/sweep.json"), key=lambda file: file.stat().st_mtime, default=None)
+    said = () if beside is None else (f"a sweep lies beside the run: sweep={beside.parent} tunes by it too",)
+    return replace(evidence, remarks=said)
+
+
+def _with_sweep(evidence: Evidence, swept: Swept, load: WorkloadConf) -> Evidence:
+    own, rows = evidence.profile, [row.alpha_values for row in swept.by_temperature(load)]
+    profiles = [_profile(row, own.family, f"n-alpha of {swept.file}, N={row['depth']}") for row in rows]
+    lookups = [_lookup(row, own) for row in rows]
+    pairs = [(own, profile) for profile in profiles if profile.temperature == own.temperature]
+    heated = (*profiles, *(profile for profile in lookups if profile))
+    return replace(evidence, swept=swept, heated=heated, remarks=tuple(remarks(swept, evidence.record, pairs)))
 
 
 def _profile(values: dict, family: str, source: str) -> Profile:

@@ -11,6 +11,7 @@ from eval.tuner.costs import Costs, draft_sizes, measured_costs, memory_of, need
 from eval.tuner.engines import FAMILIES, Engine, availability
 from eval.tuner.evidence import Evidence
 from eval.tuner.published import Profile, cooled, published
+from eval.tuner.swept import Row, at
 
 TRAINABLE = ("eagle3", "eagle2", "eagle1", "medusa")
 ALONE = ("prompt_lookup", "lookahead")  # need no model
@@ -79,25 +80,25 @@ def _at_hand(case: Case, family: str) -> tuple[bool, str]:
     return False, "no head at hand, and none to be trained"
 
 
-def profile_of(case: Case, family: str) -> Profile:
-    """Measured where it is, else published; at the workload's temperature."""
-    load, measured = case.load, case.evidence.measured
-    if family == "eagle2" and "eagle1" in measured:
-        return cooled(replace(measured["eagle1"], family="eagle2"), load.temperature)
-    if family in measured:
-        return cooled(measured[family], load.temperature)
+def profile_of(case: Case, family: str, temperature: float | None = None) -> Profile:
+    """Measured where it is, else published; at the workload's temperature if no other is named."""
+    load, evidence = case.load, case.evidence
+    temperature = load.temperature if temperature is None else temperature
+    for name in (family, "eagle1" if family == "eagle2" else family):
+        if profiles := evidence.profiles(name):
+            return replace(at(profiles, temperature), family=family)
     owned = family in load.heads or (family == "eagle2" and "eagle1" in load.heads)
     trained = None if owned or family not in TRAINABLE else load.training_dialogues or None
-    return cooled(published(family, load.mix, trained), load.temperature)
+    return cooled(published(family, load.mix, trained), temperature)
 
 
 def costs_of(case: Case, family: str, batch: int | None = None) -> Costs:
-    """A run's times where it ran on such a machine, another family's draft step by its size; else reckoned."""
-    load, record = case.load, case.evidence.record
+    """Measured times where they are of such a machine, another family's draft step by its size; else reckoned."""
+    load = case.load
     batch = load.batch if batch is None else batch
-    if not (record and record["times"] and same_machine(case) and record["batch"] in (1, batch)):
+    costs = _measured_costs(case, batch)
+    if costs is None:
         return roofline(load, family, batch)
-    costs = measured_costs(record, batch)
     if family == case.evidence.profile.family:
         return costs
     if family in ALONE:
@@ -110,10 +111,29 @@ def costs_of(case: Case, family: str, batch: int | None = None) -> Costs:
     return replace(costs, times=times, origin=costs.origin if family in case.evidence.measured else "assumption")
 
 
-def same_machine(case: Case) -> bool:
-    """The run's device is of the workload's kind; one that isn't named is the run's."""
-    name = case.load.accelerator
-    return name is None or ("cpu" in name.lower()) == case.evidence.record["device"].startswith("cpu")
+def _measured_costs(case: Case, batch: int) -> Costs | None:
+    """The run's at its batch, else the sweep's, else reckoned from the run's of one sequence; None: there are none."""
+    record, swept = case.evidence.record, case.evidence.swept
+    timed = record and record["times"] and same_machine(case, record["device"])
+    if timed and record["batch"] == batch:
+        return measured_costs(record, batch)
+    if swept and same_machine(case, swept.settings.device) and (costs := swept.costs(case.load, batch)):
+        return costs
+    return measured_costs(record, batch) if timed and record["batch"] == 1 else None
+
+
+def same_machine(case: Case, device: str) -> bool:
+    """A device is of the workload's kind; one that isn't named is the run's."""
+    kind = case.load.accelerator or case.evidence.record["device"]
+    return ("cpu" in kind.lower()) == device.startswith("cpu")
+
+
+def in_the_loop(case: Case, family: str, batch: int | None = None) -> dict[int, Row]:
+    """What the sweep found of the run's draft at the workload's temperature, by N: speed-ups that nobody reckoned."""
+    swept = case.evidence.swept
+    if swept is None or family != case.evidence.profile.family or not same_machine(case, swept.settings.device):
+        return {}
+    return swept.by_n(case.load, case.load.batch if batch is None else batch)
 
 
 def limits_of(case: Case, family: str, batch: int | None = None) -> Limits:

@@ -84,7 +84,11 @@ def _memory(memory: dict | None) -> str:
 
 
 def _gate(heat: dict) -> str:
-    up_to = "not known at this temperature" if heat["up_to"] is None else f"up to T={heat['up_to']:g}"
+    up_to = (
+        "not known at this temperature" if heat["up_to"] is None else f"up to T={heat['up_to']:g} ({heat['origin']})"
+    )
+    if heat["measured"]:
+        up_to += f", measured at T={_shown([f'{t:g}' for t in heat['measured']])}"
     return f"{up_to}; beyond, only where n-alpha is measured at {number(heat['pays_from'], 2)} or more"
 
 
@@ -103,11 +107,21 @@ def _notes(values: dict) -> str:
 
 def _work(values: dict) -> str:
     rows = [
-        (str(one["depth"]), one["work"], f"{one['low']:.2f} to {one['high']:.2f}", number(one["pays_from"], 2))
+        (str(one["depth"]), one["work"], f"{one['low']:.2f} to {one['high']:.2f}", _loop(one["measured"]),
+         number(one["pays_from"], 2))
         for one in values["n"]["candidates"]
-    ]
+    ]  # fmt: skip
     best = values["n"]["n_star"] or "none pays"
-    return _section(f"N (best: {best}), times in ms", ("N", "work", "range", "pays from"), rows)
+    return _section(f"N (best: {best}), times in ms", ("N", "work", "range", "measured", "pays from"), rows)
+
+
+def _loop(seen: dict | None, n: bool = False) -> str:
+    """A speed-up that was measured in the loop. n: with its N."""
+    if seen is None:
+        return "-"
+    span = seen["interval"]
+    sure = f" ({span[0]:.2f} to {span[1]:.2f})" if span else " (few turns)"
+    return (f"N={seen['n']}: " if n else "") + f"{seen['speedup']:.2f}x{sure}"
 
 
 def _batches(values: dict) -> str:
@@ -116,8 +130,10 @@ def _batches(values: dict) -> str:
         chain = f"N={one['chain_n']}: {one['chain_speedup']:.2f}x"
         tree = f"{one['tree_nodes']} in {one['tree_levels']}: {one['tree_speedup']:.2f}x" if one["tree_nodes"] else "-"
         fits = {True: "yes", False: "NO", None: "?"}[one["fits"]]
-        rows.append((str(one["batch"]), chain, tree, one["shape"], str(one["rows"]), fits))
-    return _section("Batch tiers", ("sequences", "chain", "tree (nodes in levels)", "take", "rows", "fits"), rows)
+        seen = _loop(one["measured"], n=True)
+        rows.append((str(one["batch"]), chain, seen, tree, one["shape"], str(one["rows"]), fits))
+    head = ("sequences", "chain", "measured", "tree (nodes in levels)", "take", "rows", "fits")
+    return _section("Batch tiers", head, rows)
 
 
 def _families(values: dict) -> str:
@@ -151,6 +167,8 @@ def _section(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> 
 
 
 def _shown(value) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_shown(one)}" for name, one in value.items())
     if isinstance(value, list):
         return " ".join(_shown(one) for one in value)
     return f"{value:.3f}" if isinstance(value, float) else str(value)

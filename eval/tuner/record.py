@@ -11,9 +11,10 @@ from eval.theory.model import expected_tokens
 from eval.tuner.choices import Choice
 from eval.tuner.costs import GIB
 from eval.tuner.engines import FAMILIES, READ, flags
-from eval.tuner.families import Option
+from eval.tuner.families import Option, in_the_loop, profile_of
 from eval.tuner.published import WIDER, WIDER_SOURCE
 from eval.tuner.rules import Answer
+from eval.tuner.swept import Row
 
 
 def record(answer: Answer) -> dict:
@@ -26,16 +27,12 @@ def record(answer: Answer) -> dict:
         "workload": asdict(case.load) | {"tasks": case.load.mix},
         "n": {
             "n_star": answer.n_star,
-            "candidates": [_chain(option, choice) for choice in answer.candidates],
+            "candidates": [_chain(answer, choice) for choice in answer.candidates],
         },
         "tree": _choice(answer.tree),
         "verify": _verify(answer) if picked else None,
         "memory": asdict(answer.memory) if answer.memory else None,
-        "temperature": {
-            "workload": case.load.temperature,
-            "up_to": answer.warmest,
-            "pays_from": picked.pays_from if picked else None,
-        },
+        "temperature": _temperature(answer),
         "rollback": {"how": case.engine.rollback or "not verified", "source": case.engine.rollback_source or None},
         "latency": _latency(answer) if picked else None,
         "batches": [_tier(tier) for tier in answer.tiers],
@@ -67,6 +64,18 @@ def _recommendation(answer: Answer) -> dict:
     }
 
 
+def _temperature(answer: Answer) -> dict:
+    """origin: of the acceptance at up_to. measured: temperatures at which there are measurements."""
+    case, up_to, family = answer.case, answer.warmest, answer.option.family if answer.option else None
+    return {
+        "workload": case.load.temperature,
+        "up_to": up_to,
+        "origin": None if up_to is None else profile_of(case, family, up_to).origin,
+        "measured": sorted(profile.temperature for profile in case.evidence.profiles(family)),
+        "pays_from": answer.picked.pays_from if answer.picked else None,
+    }
+
+
 def _choice(choice: Choice | None) -> dict | None:
     if choice is None:
         return None
@@ -75,8 +84,14 @@ def _choice(choice: Choice | None) -> dict | None:
     return values
 
 
-def _chain(option: Option, choice: Choice) -> dict:
-    return _choice(choice) | {"work": work(option, choice)}
+def _chain(answer: Answer, choice: Choice) -> dict:
+    seen = in_the_loop(answer.case, answer.option.family)
+    return _choice(choice) | {"work": work(answer.option, choice), "measured": _measured(seen.get(choice.depth))}
+
+
+def _measured(row: Row | None) -> dict | None:
+    """A speed-up of the sweep."""
+    return row and {"n": row.depth, "speedup": row.speedup, "interval": row.speedup_interval}
 
 
 def work(option: Option, choice: Choice) -> str:
@@ -134,6 +149,8 @@ def _tier(tier) -> dict:
         "tree_nodes": tier.tree.nodes if tier.tree else None,
         "tree_speedup": tier.tree.speedup if tier.tree else None,
         "rows": tier.batch * best.rows,
+        "times": tier.times,
+        "measured": _measured(tier.measured),
     }
 
 
@@ -209,8 +226,22 @@ def _numbers(answer: Answer) -> list[dict]:
     elif answer.tree:
         measured = answer.case.evidence.tree[0]
         rows.append(_number("hit rates of the tree's levels", list(measured.point), "measured", measured.source))
+    if answer.case.evidence.swept:
+        rows += _swept(answer)
     source = f"{answer.option.why}; read on {READ}"
     return [*rows, _number("what the engine has", answer.case.engine.name, "published", source)]
+
+
+def _swept(answer: Answer) -> list[dict]:
+    """What is the sweep's."""
+    case, family = answer.case, answer.option.family
+    heat = {f"{profile.temperature:g}": profile.point[0] for profile in case.evidence.profiles(family)}
+    found = {
+        "n-alpha of the first draft by T": heat,
+        "speed-up by N": {str(n): row.speedup for n, row in sorted(in_the_loop(case, family).items())},
+        "speed-up by sequences": {str(tier.batch): tier.measured.speedup for tier in answer.tiers if tier.measured},
+    }
+    return [_number(name, value, "measured", case.evidence.swept.file) for name, value in found.items() if value]
 
 
 def _number(name: str, value, origin: str, source: str, interval: list | None = None) -> dict:

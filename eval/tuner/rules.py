@@ -15,16 +15,16 @@ from eval.tuner.choices import WORTH, Choice, Limits, around, best, chains
 from eval.tuner.costs import Memory, memory_of
 from eval.tuner.engines import ENGINES, FAMILIES
 from eval.tuner.evidence import Evidence
-from eval.tuner.families import TRAINABLE, Case, Option, chosen, downgrades, limits_of, option_of
+from eval.tuner.families import TRAINABLE, Case, Option, chosen, downgrades, in_the_loop, limits_of, option_of
 from eval.tuner.gates import Tier, best_tree, remarks, tiers_of, warmest
 from eval.tuner.published import TASKS
+from eval.tuner.swept import SAME_T
 
 HOT, CREATIVE = 0.8, 0.5  # a temperature, and a share of creative work, from which telemetry comes first
 ABOVE_ZERO = (
     *("parameters", "layers", "hidden", "vocab", "kv_heads", "head_dim", "weight_bits", "kv_bits", "draft_parameters"),
     *("bandwidth", "tflops", "memory", "prompt_tokens", "answer_tokens", "p50_ms", "p99_ms"),
 )
-SAME_T = 0.05  # temperatures that are this close are the same
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,10 @@ def no_rollback(case: Case) -> Refusal | None:
 
 def uncalibrated(case: Case) -> Refusal | None:
     """At a high temperature and for creative work published numbers say little: measure first."""
-    load, measured = case.load, case.evidence.profile
+    load, own = case.load, case.evidence.profile
     share = load.mix.get("creative", 0.0) / sum(load.mix.values())
-    known = measured is not None and measured.temperature >= load.temperature - SAME_T
+    profiles = case.evidence.profiles(own.family) if own else []
+    known = any(profile.temperature >= load.temperature - SAME_T for profile in profiles)
     if known or load.temperature < HOT or share < CREATIVE:
         return None
     return Refusal(
@@ -230,7 +231,7 @@ def below_break_even(found: Found) -> Refusal | None:
     """Small verifiers and one sequence on a CPU often end here; it is the numbers that decide."""
     picked, option = found.picked, found.option
     if picked.speedup > 1:
-        return None
+        return _lost_in_the_loop(found)
     measured = option.measured and option.costs.origin == "measured"
     needed = "no acceptance would pay" if picked.pays_from is None else f"it pays from {picked.pays_from:.2f}"
     return Refusal(
@@ -240,4 +241,22 @@ def below_break_even(found: Found) -> Refusal | None:
         "plain decoding, until the head is better or a round cheaper"
         if measured
         else "measure before you believe it: python -m eval run=DIR",
+    )
+
+
+def _lost_in_the_loop(found: Found) -> Refusal | None:
+    """Where a sweep measured the choice itself, and neither it nor another N may pay, the formula doesn't count."""
+    seen, picked = in_the_loop(found.case, found.option.family), found.picked
+    rows = [row for row in seen.values() if row.speedup_interval]
+    if picked.shape != "chain" or seen.get(picked.depth) not in rows:
+        return None
+    top = max(rows, key=lambda row: row.speedup_interval[1])
+    low, high = top.speedup_interval
+    if high > 1:
+        return None
+    return Refusal(
+        "break_even",
+        f"measured: of {len(rows)} N in the loop none is faster than plain decoding; N={top.depth} gives "
+        f"{top.speedup:.2f}x ({low:.2f} to {high:.2f}), where {picked.speedup:.2f}x was reckoned",
+        "plain decoding, until the head is better or a round cheaper",
     )
