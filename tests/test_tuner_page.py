@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from counter_page import serving, vllm_page
 from test_theory_page import SHORT, measured, rewritten  # noqa: F401 - a fixture
+from test_tuner_sweep import row, sweep_of
 
 from conf.explain import options
 from eval.command import evaluate_run
+from eval.sweep.command import run as sweeping
 from eval.theory.command import run as theory
 from eval.tuner import families, gates, rules
 from eval.tuner.choices import LEVELS, NODES, WORTH
@@ -18,6 +20,8 @@ from eval.tuner.costs import LAUNCH, LEAST, MULTIPLIED, READ
 from eval.tuner.engines import ENGINES
 from eval.tuner.published import CHAIN_SHARE, CHAINS, SPREAD, TRAINED, WIDER, WIDER_HIGH, published
 
+ONE_POINT = ["limit=1", "decode.max_new_tokens=4", "decode.depth=2", "repeats=1", "plots=false", "temperatures=[]",
+             "batches=[]", "contexts=[]", "depths=[]"]  # fmt: skip
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, SKILL = ((DOCS / name).read_text() for name in ("tuner.md", "skill-eagle3-tuner.md"))
 FOUND = [match for text in (PAGE, SKILL) for match in re.findall(r"(?:^    |`)(python -m [^#`\n]+)", text, re.M)]
@@ -25,24 +29,30 @@ COMMANDS = sorted({" ".join(line.split()) for line in FOUND})
 
 
 def test_the_pages_have_commands_of_each_kind():
-    assert {line.split()[2] for line in COMMANDS} == {"eval", "eval.theory", "eval.tuner"} and len(COMMANDS) >= 8
+    assert {line.split()[2] for line in COMMANDS} == {"eval", "eval.sweep", "eval.theory", "eval.tuner"} and len(
+        COMMANDS
+    ) >= 9
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_run(line, measured, tmp_path, command):  # noqa: F811
     _, _, module, *words = shlex.split(line)
     tree = rewritten(tmp_path / "tree", measured, decode="tree", nodes=9)
+    sweep = sweep_of(measured, row())
     for name, calls in (("BEFORE", 100), ("AFTER", 10_100)):
         (tmp_path / name).write_text(vllm_page(calls, [calls * 7 // 10, calls // 2, calls // 3]))
     with serving((tmp_path / "AFTER").read_text()) as address:
-        put = {r"\bDIR\b": measured, r"\bTREE\b": tree, "http://HOST:PORT": address, r"\bNAME\b": "chat_8b_h100",
-               r"\bBEFORE\b": tmp_path / "BEFORE", r"\bAFTER\b": tmp_path / "AFTER"}  # fmt: skip
+        put = {r"\bDIR\b": measured, r"\bTREE\b": tree, r"\bSWEEP\b": sweep, "http://HOST:PORT": address,
+               r"\bNAME\b": "chat_8b_h100", r"\bBEFORE\b": tmp_path / "BEFORE",
+               r"\bAFTER\b": tmp_path / "AFTER"}  # fmt: skip
         for name, value in put.items():
             words = [re.sub(name, str(value), word) for word in words]
         if module == "eval":
             words += [f"prompts={measured}/prompts.jsonl", *SHORT]
+        if module == "eval.sweep":
+            words += [f"prompts={measured}/prompts.jsonl", *ONE_POINT]
         words += [] if module == "eval.theory" else [f"out={tmp_path}/out"]
-        function = {"eval": evaluate_run, "eval.theory": theory, "eval.tuner": run}[module]
+        function = {"eval": evaluate_run, "eval.sweep": sweeping, "eval.theory": theory, "eval.tuner": run}[module]
         code, out, err = command(module.removeprefix("eval.") if module != "eval" else "eval", function, *words)
     assert code == 0 and out, err
     if module == "eval.tuner":

@@ -82,7 +82,7 @@ def test_the_workloads_temperature_has_its_own_acceptance(head, command):
     assert "between T=0" in alpha["source"] and "mine.json" in alpha["source"]
     assert values["recommendation"]["tokens_per_verify"] == pytest.approx(1 + 0.7 + 0.42)
     rows = {one["name"]: one for one in values["numbers"]}
-    assert rows["n-alpha of the first draft by T"]["value"] == {"0": 0.8, "1": 0.6}
+    assert rows["n-alpha by T"]["value"] == {"0": 0.8, "1": 0.6}
     assert "| 0: 0.800, 1: 0.600 | measured |" in page(values)
 
 
@@ -139,6 +139,9 @@ def test_tiers_rest_on_measured_times(head, command):
     assert "| N=2: 1.05x (1.00 to 1.10) |" in text and "| N=2: 0.80x (few turns) |" in text
     rows = {one["name"]: one["value"] for one in values["numbers"]}
     assert rows["speed-up by sequences"] == {"4": 1.05, "8": 0.8}
+    lost = four | {"speedup": 0.9, "speedup_interval": [0.8, 0.99]}  # the chain that the formula would take there
+    values = tuned(command, head, f"sweep={sweep_of(head, row(), lost)}")
+    assert {one["batch"]: one["shape"] for one in values["batches"]}[4] == "none"
 
 
 def test_a_batch_that_only_the_sweep_measured(head, command):
@@ -195,7 +198,7 @@ def test_remarks(head, command):
     file = sweep_of(head, *(one | {"prompt_tokens": 90.0} for one in rows), missing=3, threads=64)
     notes = " ".join(tuned(command, head, f"sweep={file}")["notes"])
     for hint in ("doesn't move batch, context, depth", "3 points are missing", "threads 64 and 1",
-                 "at T=0 0.30 of the sweep's first drafts pass, 0.80 of the run's",
+                 "EAGLE-3 at T=0: 0.30 of the sweep's first drafts pass, 0.80 of the run's",
                  "have 512 tokens, the sweep's 90 at most: contexts=[512]"):  # fmt: skip
         assert hint in notes, notes
     folder = head / "sweep-12345678"
@@ -247,12 +250,11 @@ def test_a_real_sweep(measured, tmp_path, command):  # noqa: F811
     words = [f"sweep={tmp_path}/sweep", f"out={tmp_path}", "family=prompt_lookup"]
     values = tuned(command, measured, *words)
     rows = {row["name"]: row for row in values["numbers"]}
-    assert rows["n-alpha of the first draft by T"]["value"] == {
-        "0": alpha["alpha_by_depth"][0], "1": hot["alpha_by_depth"][0]}  # fmt: skip
+    assert rows["n-alpha by T"]["value"] == {"0": alpha["alpha_by_depth"][0], "1": hot["alpha_by_depth"][0]}
     assert rows["speed-up by N"]["value"] == {"1": one["speedup"], "3": middle["speedup"]}
     tier = values["batches"][1]
     assert tier["batch"] == 2 and tier["measured"]["speedup"] == pair["speedup"] and "at batch 2" in tier["times"]
-    assert not any("same prompts" in note for note in values["notes"])
+    assert not any("on the same prompts" in note for note in values["notes"])
     values = tuned(command, measured, *words, "workload.temperature=1")
     known = [a for a in hot["alpha_by_depth"] if a is not None]
     assert values["numbers"][0]["value"] == known and values["numbers"][0]["origin"] == "measured"

@@ -97,11 +97,13 @@ def _of_run(cfg) -> Evidence:
 
 def _with_sweep(evidence: Evidence, swept: Swept, load: WorkloadConf) -> Evidence:
     own, rows = evidence.profile, [row.alpha_values for row in swept.by_temperature(load)]
-    profiles = [_profile(row, own.family, f"n-alpha of {swept.file}, N={row['depth']}") for row in rows]
-    lookups = [_lookup(row, own) for row in rows]
-    pairs = [(own, profile) for profile in profiles if profile.temperature == own.temperature]
-    heated = (*profiles, *(profile for profile in lookups if profile))
-    return replace(evidence, swept=swept, heated=heated, remarks=tuple(remarks(swept, evidence.record, pairs)))
+    heated = [_profile(row, own.family, f"n-alpha of {swept.file}, N={row['depth']}") for row in rows]
+    if evidence.lookup:
+        heated += filter(None, (_lookup(row, own) for row in rows))
+    known = {(profile.family, profile.temperature): profile for profile in evidence.measured.values()}
+    pairs = [(known[key], other) for other in heated if (key := (other.family, other.temperature)) in known]
+    said = remarks(swept, evidence.record, pairs)
+    return replace(evidence, swept=swept, heated=tuple(heated), remarks=tuple(said))
 
 
 def _profile(values: dict, family: str, source: str) -> Profile:

@@ -33,6 +33,13 @@ class Tier:
     def best(self) -> Choice:
         return self.tree if self.tree and self.tree.speedup > WORTH * self.chain.speedup else self.chain
 
+    @property
+    def pays(self) -> bool:
+        """By the formula, and not disproved where the very chain was measured."""
+        seen = self.measured if self.measured and self.best is self.chain else None
+        span = seen.speedup_interval if seen and seen.depth == self.chain.depth else None
+        return self.best.speedup > 1 and (span is None or span[1] > 1)
+
 
 def best_tree(case: Case, option: Option, limits: Limits) -> Choice | None:
     """None where the engine has no trees for the family. A measured tree stands before reckoned ones."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 from eval.tables import markdown_table, number
 from eval.tuner.engines import FAMILIES
 
@@ -88,7 +90,7 @@ def _gate(heat: dict) -> str:
         "not known at this temperature" if heat["up_to"] is None else f"up to T={heat['up_to']:g} ({heat['origin']})"
     )
     if heat["measured"]:
-        up_to += f", measured at T={_shown([f'{t:g}' for t in heat['measured']])}"
+        up_to += f", measured at T={', '.join(f'{t:g}' for t in heat['measured'])}"
     return f"{up_to}; beyond, only where n-alpha is measured at {number(heat['pays_from'], 2)} or more"
 
 
@@ -163,7 +165,10 @@ def _numbers(values: dict) -> str:
 
 
 def _section(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return f"## {title}\n\n{markdown_table(head, rows)}" if rows else ""
+    """Columns without anything in them are left out."""
+    full = [any(row[column] != "-" for row in rows) for column in range(len(head))]
+    table = markdown_table(tuple(compress(head, full)), [tuple(compress(row, full)) for row in rows])
+    return f"## {title}\n\n{table}" if rows else ""
 
 
 def _shown(value) -> str:

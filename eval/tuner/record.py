@@ -142,7 +142,7 @@ def _tier(tier) -> dict:
     return {
         "batch": tier.batch,
         "fits": tier.fits,
-        "shape": best.shape if best.speedup > 1 else "none",
+        "shape": best.shape if tier.pays else "none",
         "chain_n": tier.chain.depth,
         "chain_speedup": tier.chain.speedup,
         "tree_levels": tier.tree.depth if tier.tree else None,
@@ -183,7 +183,7 @@ def _telemetry(answer: Answer) -> dict:
             alarms.append(
                 {"when": f"tau < {low:.2f}", "do": "below what is expected: traffic or head changed, tune again"}
             )
-        if off := next((tier.batch for tier in answer.tiers if tier.best.speedup <= 1), None):
+        if off := next((tier.batch for tier in answer.tiers if not tier.pays), None):
             alarms.append({"when": f"batch >= {off}", "do": "plain decoding is expected to be faster"})
     return {
         "engine": engine.name,
@@ -235,13 +235,17 @@ def _numbers(answer: Answer) -> list[dict]:
 def _swept(answer: Answer) -> list[dict]:
     """What is the sweep's."""
     case, family = answer.case, answer.option.family
-    heat = {f"{profile.temperature:g}": profile.point[0] for profile in case.evidence.profiles(family)}
+    profiles, file = case.evidence.profiles(family), case.evidence.swept.file
+    first = f"n-alpha of the first draft; T={case.evidence.profile.temperature:g}: the run's"
     found = {
-        "n-alpha of the first draft by T": heat,
-        "speed-up by N": {str(n): row.speedup for n, row in sorted(in_the_loop(case, family).items())},
-        "speed-up by sequences": {str(tier.batch): tier.measured.speedup for tier in answer.tiers if tier.measured},
+        "n-alpha by T": ({f"{one.temperature:g}": one.point[0] for one in profiles}, first),
+        "speed-up by N": ({str(n): row.speedup for n, row in sorted(in_the_loop(case, family).items())}, "in the loop"),
+        "speed-up by sequences": (
+            {str(tier.batch): tier.measured.speedup for tier in answer.tiers if tier.measured},
+            "in the loop; N nearest to the chain's",
+        ),
     }
-    return [_number(name, value, "measured", case.evidence.swept.file) for name, value in found.items() if value]
+    return [_number(name, value, "measured", f"{file}: {said}") for name, (value, said) in found.items() if value]
 
 
 def _number(name: str, value, origin: str, source: str, interval: list | None = None) -> dict:

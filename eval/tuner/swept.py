@@ -16,6 +16,7 @@ from conf.workload import WorkloadConf
 from eval.alpha_file import MOST_DEPTHS, Count, Depths, Number, Part, Span, Time, Times, Whole, check_shares, read_as
 from eval.counts import ratio, wilson
 from eval.tuner.costs import Costs, measured_costs
+from eval.tuner.engines import FAMILIES
 from eval.tuner.published import Profile, cooled
 
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
@@ -198,5 +199,5 @@ def remarks(swept: Swept, record: dict, pairs: Sequence[tuple[Profile, Profile]]
     for run, other in pairs:
         if other.low[0] > run.high[0] or other.high[0] < run.low[0]:
             found = f"{other.point[0]:.2f} of the sweep's first drafts pass, {run.point[0]:.2f} of the run's"
-            lines.append(f"at T={run.temperature:g} {found}: measure both with the same prompts")
+            lines.append(f"{FAMILIES[run.family]} at T={run.temperature:g}: {found}: measure both on the same prompts")
     return lines
