@@ -179,7 +179,10 @@ def _compose(command: str, overrides: list[str]) -> Any:
 def _plain_objects(cfg: Any) -> Any:
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError(f"{missing[0]} has no value: give {missing[0]}=...")
-    values = OmegaConf.to_object(cfg)
+    try:
+        values = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:  # an interpolation that gives what the setting can't be
+        raise UserError(explain(error)) from error
     name = getattr(values, "name", None)
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"a run's name is a folder's: expected letters, digits, _ . -, found {name!r}; give name=")

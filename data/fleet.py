@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from conf.errors import UserError
-from data.http import address, chosen, client_options, models_of, said, words_of
+from data.http import address, chosen, client_options, models_of, said, values_of, words_of
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class Server:
         if answer.status_code != 200:
             raise UserError(f"{self.url}{path} refused (status {answer.status_code}): {words_of(answer)}")
         try:
-            return answer.json()
-        except (ValueError, RecursionError) as error:
+            return values_of(answer)
+        except ValueError as error:
             raise Fault(f"expected JSON from {path}, found {answer.text[:60]!r}") from error
 
 
@@ -166,7 +166,7 @@ def served_model(urls: Sequence[str], name: str | None) -> str:
     for url in urls if name is None else ():
         try:
             with httpx.Client(**client_options(url, 30.0)) as client:
-                listed = client.get("/v1/models").raise_for_status().json()
+                listed = values_of(client.get("/v1/models").raise_for_status())
         except (httpx.HTTPError, ValueError) as error:
             problem = said(error)
             continue

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from conf.errors import UserError
+from conf.parse import json_of
 
 CONNECT = 5.0  # seconds to reach a server
 HERE = {"localhost", "127.0.0.1", "::1"}
@@ -17,8 +18,8 @@ def address(url: object, setting: str) -> str:
     bare = str(url).rstrip("/").removesuffix("/v1")
     try:
         found = httpx.URL(bare)
-        if found.scheme not in ("http", "https") or not found.host:
-            raise httpx.InvalidURL("no host")
+        if found.scheme not in ("http", "https") or not found.host or found.port not in (None, *range(1, 2**16)):
+            raise httpx.InvalidURL("no host, or no port of it")
     except httpx.InvalidURL as error:
         raise UserError(f"expected {setting}=http://HOST:PORT, found {url}") from error
     return bare
@@ -39,13 +40,18 @@ def said(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
+def values_of(answer: httpx.Response) -> Any:
+    """The JSON of an answer. ValueError where it is none, or nested too deep."""
+    return json_of(answer.content)
+
+
 def words_of(answer: httpx.Response) -> str:
     """What a server says is wrong, in one line."""
     try:
-        error = answer.json()
+        error = values_of(answer)
         error = error.get("error", error)
         words = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         words = answer.text
     return str(words).strip().split("\n")[0][:200] or "nothing more was said"
 

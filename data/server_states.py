@@ -22,7 +22,7 @@ from torch import Tensor
 from conf.errors import UserError
 from data.batches import packed_rows
 from data.documents import Document
-from data.http import address, client_options, models_of, said
+from data.http import address, client_options, models_of, said, values_of
 from models.states import label_rows
 from models.verifier import Verifier
 
@@ -200,7 +200,7 @@ class ServerStates:
         if answer.status_code != 200:
             raise UserError(f"{self.url}{path} refused (status {answer.status_code}): {answer.text.strip()[:200]!r}")
         try:
-            return answer.json()
+            return values_of(answer)
         except ValueError as error:
             raise UserError(f"expected JSON from {self.url}{path}, found {answer.text[:80]!r}") from error
 

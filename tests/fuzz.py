@@ -279,6 +279,7 @@ def fuzz(strategy, valid, few=FEW, many=MANY, refusals=(UserError,), takes=True,
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         both = [pytest.param(few, id="few"), pytest.param(many, id="many", marks=pytest.mark.slow)]
+        test = pytest.mark.filterwarnings("ignore:Generating overly large repr")(test)  # it would hide what failed
         return pytest.mark.parametrize("cases", both)(test)
 
     return decorate

@@ -284,8 +284,8 @@ def test_busy_servers_are_asked_again_and_that_is_said(compare):
 @pytest.mark.parametrize(
     "faults, words, said",
     [
-        ({"models": ["a", "b"]}, [], "serves 2 models: name one, serve_model=a|b"),
-        ({}, ["serve_model=c"], "expected serve_model among tiny, found c"),
+        ({"models": ["a", "b"]}, [], "found a, b: name one, serve_model=NAME"),
+        ({}, ["serve_model=c"], "expected serve_model among tiny at http"),
         ({"models": []}, [], "expected an OpenAI-compatible server"),
         ({"metrics": False}, [], "has no /metrics (status 404)"),
         ({"plain": True}, [], "without speculative decoding: vLLM counts no drafts"),

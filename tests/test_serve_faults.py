@@ -86,7 +86,7 @@ def answers():
 def test_models_without_names(answers, data):
     said, url = answers
     said["/v1/models"] = {"data": data}
-    with pytest.raises(UserError, match="lists no models"):
+    with pytest.raises(UserError, match="/v1/models lists none"):
         Server.connect(url)
 
 

@@ -7,20 +7,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import httpx
 
 from conf.errors import UserError
+from data.http import address, chosen, client_options, models_of, said, values_of, words_of
 from data.progress import Meter
 from eval.serving.metrics import Snapshot, read
 
-CONNECT, ANSWER = 5.0, 600.0  # seconds: to reach the server, and to wait for one completion
+ANSWER = 600.0  # seconds to wait for one completion
 TRIES, PAUSE = 3, 1.0  # of a request that the server couldn't take, with PAUSE, then twice PAUSE seconds between
 BUSY = {429, 500, 502, 503, 504}
 SETTLED, PATIENCE = 0.2, 10.0  # seconds between two equal looks at the metrics, and until we stop waiting for them
 LARGEST = 2**31  # above every token id
-HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,10 @@ class Server:
     """
 
     def __init__(self, url: str, model: str | None = None, answer_seconds: float = ANSWER):
-        self.url = url.rstrip("/").removesuffix("/v1")
-        try:
-            parts = urlsplit(self.url)
-            httpx.URL(self.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-                raise ValueError("no host")
-        except (ValueError, httpx.InvalidURL) as error:
-            raise UserError(f"expected serve=http://HOST:PORT, found {url}") from error
+        self.url = address(url, "serve")
         self.model, self.longest, self.retried = model, None, 0
         self._lock = threading.Lock()
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=httpx.Timeout(answer_seconds, connect=CONNECT),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=parts.hostname not in HERE,  # a proxy knows another localhost
-        )
+        self._http = httpx.Client(**client_options(self.url, answer_seconds))
         self.answer_seconds = answer_seconds
 
     @classmethod
@@ -88,28 +75,18 @@ class Server:
     def _choose_model(self) -> None:
         answer = self._get("/v1/models")
         try:
-            served = {row["id"]: row for row in answer.json()["data"]}
-            if not served or not all(isinstance(name, str) for name in served):
-                raise ValueError("no model with a name")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"expected an OpenAI-compatible server at {self.url}, found one whose /v1/models lists no models "
-                f"(status {answer.status_code})"
-            ) from error
-        if self.model is None and len(served) == 1:
-            self.model = next(iter(served))
-        if self.model is None:
-            raise UserError(f"{self.url} serves {len(served)} models: name one, serve_model={'|'.join(served)}")
-        if self.model not in served:
-            raise UserError(f"expected serve_model among {', '.join(served)}, found {self.model}")
-        longest = served[self.model].get("max_model_len")
-        self.longest = longest if type(longest) is int else None
+            listed = values_of(answer)
+        except ValueError:
+            listed = None
+        served = models_of(listed, self.url)
+        self.model = chosen(served, self.model, self.url, "serve_model")
+        self.longest = served[self.model]
 
     def _get(self, path: str) -> httpx.Response:
         try:
             return self._http.get(path)
         except httpx.HTTPError as error:
-            raise UserError(f"no server answers at {self.url}: {_said(error)}; is it running?") from error
+            raise UserError(f"no server answers at {self.url}: {said(error)}; is it running?") from error
 
     def snapshot(self) -> Snapshot:
         """The counters now."""
@@ -144,7 +121,7 @@ class Server:
                 raise UserError(f"{self.url}{path} gave no answer within {self.answer_seconds:g} s") from error
             except httpx.HTTPError as error:
                 if not left:
-                    raise UserError(f"{self.url}{path} failed {TRIES} times: {_said(error)}") from error
+                    raise UserError(f"{self.url}{path} failed {TRIES} times: {said(error)}") from error
             with self._lock:
                 self.retried += 1
             time.sleep(PAUSE * (TRIES - left))
@@ -166,10 +143,10 @@ class Server:
         if answer.status_code != 200:
             raise UserError(
                 f"{self.url} refused a prompt of {len(ids)} token ids and {max_new_tokens} new tokens "
-                f"(status {answer.status_code}): {_first_line(answer)}"
+                f"(status {answer.status_code}): {words_of(answer)}"
             )
         try:
-            values = answer.json()
+            values = values_of(answer)
             [choice] = values["choices"]
             given, count = choice.get("token_ids"), values["usage"]["completion_tokens"]
             if type(count) is not int or count < 0 or not isinstance(choice["text"], str):
@@ -226,7 +203,7 @@ class Server:
                     return None, None, f"/tokenize answers {error}"
         answer = self._post("/v1/chat/completions", body | {"max_tokens": 1, "temperature": 0})
         if answer.status_code != 200:
-            return None, None, _first_line(answer)
+            return None, None, words_of(answer)
         usage = _object(answer).get("usage")
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         count = count if type(count) is int else None
@@ -243,22 +220,7 @@ def _ids(values: object) -> tuple[int, ...]:
 def _object(answer: httpx.Response) -> dict:
     """The JSON object in an answer; empty where there is none, as from a proxy's page."""
     try:
-        values = answer.json()
+        values = values_of(answer)
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _said(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def _first_line(answer: httpx.Response) -> str:
-    """What the server says is wrong."""
-    try:
-        error = answer.json()
-        error = error.get("error", error)
-        said = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        said = answer.text
-    return str(said).strip().split("\n")[0][:200] or "nothing more was said"
