@@ -194,10 +194,10 @@ def test_a_choice_that_lost_in_the_loop_is_refused(head, command):
 
 
 def test_remarks(head, command):
-    rows = [row(30, 10), row(prompt_tokens=90.0), row(temperature=1.0)]
+    rows = [row(30, 10), row(tau=None, batch=4), row(temperature=1.0)]
     file = sweep_of(head, *(one | {"prompt_tokens": 90.0} for one in rows), missing=3, threads=64)
     notes = " ".join(tuned(command, head, f"sweep={file}")["notes"])
-    for hint in ("doesn't move batch, context, depth", "3 points are missing", "threads 64 and 1",
+    for hint in ("doesn't move batch, context, depth", "1 points of", "3 points are missing", "threads 64 and 1",
                  "EAGLE-3 at T=0: 0.30 of the sweep's first drafts pass, 0.80 of the run's",
                  "have 512 tokens, the sweep's 90 at most: contexts=[512]"):  # fmt: skip
         assert hint in notes, notes
@@ -225,8 +225,8 @@ def test_mistakes_are_one_line(head, tmp_path, command):
         ("expected a sweep of the run's head and verifier", [row()], {"head_hash": "f" * 64}),
         ("found others: sweep run=DIR itself", [row()], {"verifier_hash": "f" * 64}),
         ("expected a sweep of chains", [row()], {"mode": "tree"}),
-        ("expected measured points", [], {}),
-        ("expected measured points", [row(tau=None)], {}),
+        ("expected points with tested drafts", [], {}),
+        ("expected points with tested drafts", [row(tau=None), row(0, 0, tested_by_depth=[0, 0])], {}),
         ("more drafts were accepted than tested", [row(80, 90)], {}),
         ("points.0.times.t_decode", [row(times=times(0.0, {"3": 1.0}))], {}),
         ("points.0.times.t_verify", [row(times=times(1.0, {}))], {}),

@@ -88,11 +88,12 @@ class SweepFile(Part):
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep of chains: the points at which anything was decoded."""
+    """A sweep of chains. rows: points where drafts were tested. empty: how many others. missing: not yet measured."""
 
     file: str
     settings: Settings
     rows: list[Row]
+    empty: int
     missing: int
 
     def by_temperature(self, load: WorkloadConf) -> list[Row]:
@@ -148,7 +149,7 @@ def read_sweep(place: str, record: dict) -> Swept:
     if not file.is_file():
         raise UserError(f"expected a sweep.json in {place}, found none: python -m eval.sweep run=DIR writes one")
     values = SweepFile.model_validate(read_as(SweepFile, file, "a sweep.json", "python -m eval.sweep"))
-    settings, rows = values.settings, [row for row in values.points if row.tau is not None]
+    settings, rows = values.settings, [row for row in values.points if row.tau and any(row.tested_by_depth[:1])]
     if (settings.head_hash, settings.verifier_hash) != (record["head_hash"], record["verifier_hash"]):
         raise UserError(
             f"expected a sweep of the run's head and verifier in {file}, found others: sweep run=DIR itself"
@@ -157,9 +158,9 @@ def read_sweep(place: str, record: dict) -> Swept:
         raise UserError(f"expected a sweep of chains in {file}, found decode={settings.mode}: sweep with decode=chain")
     if not rows:
         raise UserError(
-            f"expected measured points in {file}, found none: the same eval.sweep command goes on with them"
+            f"expected points with tested drafts in {file}, found none: python -m eval.sweep goes on with it"
         )
-    return Swept(str(file), settings, rows, values.missing)
+    return Swept(str(file), settings, rows, len(values.points) - len(rows), values.missing)
 
 
 def at(profiles: Sequence[Profile], temperature: float) -> Profile:
@@ -191,6 +192,8 @@ def remarks(swept: Swept, record: dict, pairs: Sequence[tuple[Profile, Profile]]
         lines.append(
             f"{swept.file} doesn't move {', '.join(still)}: no measurement of {', '.join(map(TELLS.get, still))}"
         )
+    if swept.empty:
+        lines.append(f"{swept.empty} points of {swept.file} have no tested drafts: not used")
     if swept.missing:
         lines.append(f"{swept.file} isn't finished, {swept.missing} points are missing: the same command goes on")
     if differing := [name for name in ("device", "dtype", "threads") if getattr(ours, name) != record[name]]:
