@@ -1,14 +1,21 @@
 """The tuner by a sweep: gates and tiers whose right answers are reckoned by hand, and a real sweep of a tiny run."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from test_report import alpha_values
 from test_theory_page import TIMES, measured, rewritten  # noqa: F401 - a fixture
 
 import eval.sweep.command as sweeping
+import fuzz
+from conf.cli import load
 from eval.tuner.command import run
+from eval.tuner.evidence import evidence_of
 from eval.tuner.page import page
 from eval.tuner.published import Profile, cooled
+from eval.tuner.record import record
+from eval.tuner.rules import recommend
 from eval.tuner.swept import at
 
 
@@ -232,6 +239,26 @@ def test_mistakes_are_one_line(head, tmp_path, command):
         ("points.0.times.t_verify", [row(times=times(1.0, {}))], {}),
     ):
         refused(hint, sweep_of(head, *rows, **settings))
+
+
+ALPHA = alpha_values()
+SWEEP = {
+    "settings": {name: ALPHA[name] for name in ("verifier_hash", "head_hash", "device", "dtype", "threads")}
+    | {"mode": "chain"},
+    "points": [row(prompt_lookup_tau=1.1), row(temperature=1.0, speedup=1.1, speedup_interval=[1.0, 1.2]),
+               row(batch=4, speedup=1.1, times=times(0.5, {"3": 0.9}))],
+    "missing": 0,
+}  # fmt: skip
+ASKED = load("tuner", ["family=eagle3", "workload.engine=sglang", "workload.temperature=0.5", "workload.batch=4"])
+
+
+@fuzz.fuzz(fuzz.jsons(SWEEP), json.dumps(SWEEP).encode())
+def test_any_sweep(data, folder):
+    (folder / "alpha.json").write_text(json.dumps(ALPHA))
+    (folder / "sweep.json").write_bytes(data)
+    cfg = replace(ASKED, run=str(folder), sweep=str(folder))
+    values = record(recommend(cfg.workload, evidence_of(cfg)))
+    assert page(values) and json.dumps(values, allow_nan=False)
 
 
 # --- a real one ---------------------------------------------------------------------------------------------------
