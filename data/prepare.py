@@ -26,7 +26,7 @@ from data.regenerate import regenerate
 from data.rows import Dialogue, to_dialogue
 from data.server_answers import who_writes
 from data.sources import read_dialogues, sources_hash, sources_of
-from data.suites import read_suite
+from data.suites import read_suite, suite_names
 from data.synthesize import synthesize
 from data.thinking import require_policy
 from data.unique import Exclusion
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 FORMAT = 5  # of the dialogues' folders; raise it when what the same settings give changes
 CORPUS_FORMAT = 2  # of the documents' folders inside them; raise it when what the same dialogues give changes
 ANSWERS = ("regenerate", "given")
+LEAST = dict.fromkeys(("max_documents", "max_tokens", "max_new_tokens", "max_length", "batch_size"), 1)
+LEAST |= dict.fromkeys(("minutes", "temperature", "prompt_temperature", "validation"), 0)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def conversion(cfg: DataConf) -> Conversion:
     if cfg.unique not in UNIQUE:
         raise UserError(f"expected data.unique to be one of {', '.join(UNIQUE)}, found {cfg.unique!r}")
     require_policy(cfg.thinking)
-    names = [cfg.exclude] if isinstance(cfg.exclude, str) else cfg.exclude or []
+    names = suite_names(cfg.exclude, "data.exclude")
     asked = [row["messages"][-1]["content"] for name in names for row in read_suite(name)]
     exclude = Exclusion(asked) if asked else None
     return Conversion(cfg.max_length, cfg.thinking, cfg.unique, exclude, cfg.max_documents, cfg.max_tokens)
@@ -130,7 +132,10 @@ def excluding(cfg: DataConf, prompts: str | Sequence[str]) -> DataConf:
 
 
 def needs_verifier(cfg: DataConf) -> bool:
-    """Whether anything has to be written for these settings; UserError where `answers` or `server` can't be."""
+    """Whether anything has to be written. UserError where `answers`, `server` or a number can't be."""
+    for name, least in LEAST.items():
+        if (value := getattr(cfg, name)) is not None and not value >= least:
+            raise UserError(f"data.{name} must be {least} or more, found {value}")
     if cfg.answers not in ANSWERS:
         raise UserError(f"expected data.answers to be one of {', '.join(ANSWERS)}, found {cfg.answers!r}")
     writes = cfg.path is None or cfg.answers == "regenerate"

@@ -250,7 +250,8 @@ def _folder(path: Path, choice: dict[str, str | None]) -> list[Part]:
         return [Part("saved", str(path), split=choice["split"])]
     if any(choice.values()):
         return [Part("hub", str(path.resolve()), **choice)]
-    found = [file for file in sorted(path.iterdir()) if suffix(file) in FORMATS and suffix(file) != ".txt"]
+    names = [file for file in sorted(path.iterdir()) if suffix(file) in FORMATS and suffix(file) != ".txt"]
+    found = [file for file in names if file.is_file()]  # a pipe would wait for a writer
     if not found:
         raise UserError(
             f"expected {', '.join(FORMATS)} files in the folder {path}, found none; name text files by a glob, and "

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import conf
 from conf.errors import UserError
@@ -13,6 +14,14 @@ from data.documents import describe
 from data.sources import read_questions
 
 log = logging.getLogger(__name__)
+
+
+def suite_names(given: Any, setting: str) -> list[str]:
+    """One name or a list of them, as settings have it; none for null. UserError for anything else."""
+    names = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"expected {setting} to name suites or files, found {given!r}: give a name or [NAME,NAME]")
+    return list(names)
 
 
 def read_suite(name: str) -> list[dict]:

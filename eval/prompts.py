@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from conf.errors import UserError
-from data.suites import read_suite
+from data.suites import read_suite, suite_names
 from models.chat import render
 
 
@@ -36,7 +36,7 @@ def load_prompts(verifier, names: str | Sequence[str], limit: int | None = None)
 
 def questions(names: str | Sequence[str], limit: int | None = None) -> list[dict]:
     """Their rows {"id", "category", "messages"}; arguments and errors as `load_prompts`."""
-    names = [names] if isinstance(names, str) else list(names)
+    names = suite_names(names, "prompts")
     if not names:
         raise UserError("no prompts named: give prompts=eyrie, humaneval, or a JSONL file")
     return [row for name in names for row in spaced(read_suite(name), limit)]

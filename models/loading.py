@@ -47,9 +47,12 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise UserError(f'expected verifier.device to be "auto", "cpu" or "cuda[:N]", found {device!r}') from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"verifier.device={device} asks for a GPU that is not here: leave verifier.device unset")
+    return found
 
 
 def native_dtype(device: torch.device | str) -> torch.dtype:

@@ -1,9 +1,11 @@
 """What data.path stands for, and where a dialogue that is too long ends."""
 
 import json
+import os
 
 import pytest
 
+from conf.errors import UserError
 from data.documents import Document, Drop, clip
 from data.sources import sources_of
 
@@ -26,6 +28,16 @@ def test_files_lists_folders_globs(tmp_path):
     assert files(text) == files(str(tmp_path / "*.txt")) == [text]
     assert [source.given for source in sources_of([str(b), a])] == [str(b), str(a)]
     assert files(sources_of(a)) == [a]
+
+
+def test_a_folder_is_its_files(tmp_path):
+    """Neither folders named like files nor pipes, which nobody writes to."""
+    (tmp_path / "b.jsonl").mkdir()
+    os.mkfifo(tmp_path / "c.jsonl")
+    with pytest.raises(UserError, match="files in the folder .* found none"):
+        sources_of(str(tmp_path))
+    a = write(tmp_path / "a.jsonl", {"prompt": "a"})
+    assert sources_of(str(tmp_path))[0].files == [a]
 
 
 def test_clip_keeps_what_can_be_supervised():

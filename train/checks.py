@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 
 from conf.errors import UserError
@@ -10,8 +11,9 @@ from conf.schema import HeadConf, TrainConf
 from data.prepare import conversion, needs_verifier
 from data.quantize import STORE_DTYPES
 from data.sources import sources_of
+from data.suites import read_suite, suite_names
 from eval.command import settings_of
-from eval.prompts import read_suite, spaced
+from eval.prompts import spaced
 from models import heads
 from models.heads.eagle1 import START
 from models.loading import DTYPES
@@ -30,7 +32,12 @@ NAMES = {
 }
 POSITIVE = ("head.ttt_steps", "head.heads", "head.blocks", "head.layers")
 POSITIVE += ("trainer.accumulate", "trainer.tokens_per_step", "trainer.log_every", "trainer.checkpoints")
-POSITIVE += ("data.concurrency",)
+POSITIVE += ("data.concurrency", "trainer.num_nodes")
+NOT_NEGATIVE = ("minutes", "evaluation.minutes", "optim.lr", "optim.matrix_lr", "optim.eps", "optim.weight_decay")
+NOT_NEGATIVE += ("optim.clip",)
+NOT_NEGATIVE += tuple(f"trainer.{name}" for name in ("max_steps", "minutes", "epochs"))
+NOT_NEGATIVE += tuple(f"trainer.{name}" for name in ("validate_every", "validate_prompts", "checkpoint_every"))
+SHARES = ("optim.warmup_ratio", "optim.final_lr_ratio", "optim.momentum")
 # Settings that not every kind of head has, and whose they are; the budgets' head.ttt_steps is left out.
 EAGLE = ("eagle1", "eagle3")
 OWNERS = {f"objective.{name}": EAGLE for name in ("feature_weight", "survival", "tokens")}
@@ -50,6 +57,16 @@ def check(cfg: TrainConf) -> None:
     for name in POSITIVE:
         if (value := _setting(cfg, name)) < 1:
             raise UserError(f"{name} must be 1 or more, found {value}")
+    for name in NOT_NEGATIVE:
+        if (value := _setting(cfg, name)) is not None and not value >= 0:
+            raise UserError(f"{name} must be 0 or more, found {value}")
+    for name in SHARES:
+        if not 0 <= (value := _setting(cfg, name)) <= 1:
+            raise UserError(f"{name} must lie in 0..1, found {value}")
+    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
+        raise UserError(f"optim.betas must be two numbers from 0 to below 1, found {cfg.optim.betas}")
+    if not 0 <= cfg.seed < 1 << 32:
+        raise UserError(f"seed must lie in 0..{(1 << 32) - 1}, found {cfg.seed}")
     if cfg.trainer.tflops is not None and not cfg.trainer.tflops > 0:
         raise UserError(
             f"trainer.tflops is a device's rate in 1e12 a second: expected above 0, found {cfg.trainer.tflops}"
@@ -124,13 +141,11 @@ def check_end(cfg: TrainConf) -> None:
 
 def suites(cfg: TrainConf) -> list[str]:
     """evaluation.prompts as a list; UserError when it is empty."""
-    prompts = cfg.evaluation.prompts
-    names = [prompts] if isinstance(prompts, str) else list(prompts or [])
+    names = suite_names(cfg.evaluation.prompts, "evaluation.prompts")
     if not names:
         raise UserError("no prompts named: give evaluation.prompts=[humaneval,eyrie], or JSONL files")
     return names
 
 
 def _setting(cfg: TrainConf, name: str):
-    section, leaf = name.split(".")
-    return getattr(getattr(cfg, section), leaf)
+    return attrgetter(name)(cfg)

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import DistError
 
 from conf.disk import sync, writing
+from conf.errors import UserError
 from conf.schema import LoggerConf, TrainerConf
 from data.files import replacing
 from models.loading import native_dtype
@@ -73,7 +74,9 @@ def device_count(cfg: TrainerConf) -> int:
         return len(cfg.devices)
     if str(cfg.devices) in ("auto", "-1"):
         return max(1, torch.cuda.device_count()) if cfg.accelerator != "cpu" else 1
-    return max(1, int(cfg.devices))
+    if not str(cfg.devices).isdecimal() or int(cfg.devices) < 1:
+        raise UserError(f'trainer.devices must be 1 or more, a list of them, or "auto", found {cfg.devices}')
+    return int(cfg.devices)
 
 
 def strategy(cfg: TrainerConf) -> str | DDPStrategy:

@@ -25,6 +25,7 @@ from data.store import StateStore
 from eval.command import settings_of
 from eval.prompts import document_prompts
 from models.export.native import StoredHead, save_head
+from models.loading import pick_device
 from models.verifier import Verifier
 from train import finish, study
 from train.build import STARTS, build_head, draft_steps, objective_of
@@ -187,7 +188,7 @@ def place(cfg: TrainConf) -> tuple[int, int]:
 def verifier_device(cfg: TrainConf) -> torch.device:
     """The verifier sits where this rank trains."""
     if cfg.verifier.device != "auto":
-        return torch.device(cfg.verifier.device)
+        return pick_device(cfg.verifier.device)
     if cfg.plan and cfg.trainer.tflops and cfg.trainer.accelerator in ("gpu", "cuda"):
         return torch.device("cuda")  # another machine's, which is planned for here
     if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
