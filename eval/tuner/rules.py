@@ -187,8 +187,8 @@ def uncalibrated(case: Case) -> Refusal | None:
     return Refusal(
         "calibrate",
         f"{share:.0%} creative work at T={load.temperature:g}, and no acceptance measured there",
-        f"python -m eval run=DIR temperature={load.temperature:g} prompts=FILE; or serve a little with drafts and give "
-        "metrics=[BEFORE,AFTER]",
+        f"python -m eval run=DIR temperature={load.temperature:g} prompts=FILE; or a sweep with temperatures="
+        f"[{load.temperature:g}]; or serve a little with drafts and give metrics=[BEFORE,AFTER]",
     )
 
 
