@@ -36,10 +36,11 @@ from conf.disk import advice, disk_error
 from conf.errors import Terminated, UserError, printable
 from conf.explain import explain, groups, mistake
 from conf.schema import COMMANDS
-from conf.terminal import LineFormatter
+from conf.terminal import LineFormatter, nobody_reads, say
 from conf.usage import usage
 
 CONF = str(Path(__file__).parent.resolve())
+MOST_THREADS = 1024  # with many more the process ends without a word
 
 
 @dataclass
@@ -97,7 +98,7 @@ def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], li
         def entry() -> None:
             overrides = sys.argv[1:]
             if {"-h", "--help"} & set(overrides):
-                print(usage(command, _compose(command, [])))
+                say(usage(command, _compose(command, [])))
                 return
             quiet_logs()
             with reported():
@@ -133,6 +134,9 @@ class reported:  # noqa: N801 - reads as a statement
             word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
             print(f"{word}; {hint}", file=sys.stderr)
             raise SystemExit(code) from None
+        if isinstance(error, BrokenPipeError) and error.filename is None:
+            nobody_reads()
+            raise SystemExit(1) from None
         if error is not None and (refusal := disk_error(error)) is not None:
             print(f"error: {printable(advice(refusal))}", file=sys.stderr)
             raise SystemExit(2) from None
@@ -186,6 +190,9 @@ def _plain_objects(cfg: Any) -> Any:
     name = getattr(values, "name", None)
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"a run's name is a folder's: expected letters, digits, _ . -, found {name!r}; give name=")
+    threads = getattr(values, "threads", None)
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UserError(f"threads must lie in 1..{MOST_THREADS}, found {threads}")
     return values
 
 
@@ -217,9 +224,9 @@ def _finish(run: Callable[[Any], Outcome | None], cfg: Any) -> None:
         return
     if cfg.json:
         values = dict(outcome.values) | ({"path": str(outcome.path)} if outcome.path else {})
-        print(json.dumps(_plain(values)), flush=True)
+        say(json.dumps(_plain(values)))
     elif outcome.path:
-        print(outcome.path, flush=True)
+        say(str(outcome.path))
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+WRONG = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)  # something else lies there
+REFUSED = (*FULL, *FORBIDDEN, *WRONG)
 
 
 def disk_error(error: BaseException) -> OSError | None:
@@ -45,6 +47,8 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
 def advice(error: OSError) -> str:
     """One line: what could not be done where, and what to do."""
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if error.errno in WRONG:
+        return f"cannot use {error.filename} ({error.strerror}): choose another place{notes}"
     if error.errno not in FULL:
         return f"no permission for {error.filename} ({error.strerror}): permit it, or choose another place{notes}"
     free = f", {size(room)} are free there" if (room := _room(error.filename)) is not None else ""

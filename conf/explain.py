@@ -48,7 +48,11 @@ def mistake(command: str, overrides: list[str]) -> str | None:
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
-        return f"cannot read the overrides: {_one_line(error)}"
+        text = _one_line(error).removeprefix("LexerNoViableAltException: ")
+        return (
+            f"cannot read the overrides: {text}; a value with spaces, brackets, =, ~ or letters beyond ASCII wants "
+            "quotes of its own: \"data.path='my file.jsonl'\""
+        )
     for item in parsed:
         name = item.key_or_group
         if name in groups(command):

@@ -14,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from conf.disk import sync, writing
+from conf.errors import UserError
 from conf.parse import json_of
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Processes of other machines and containers may write there too, and have the same number. OSError naming `path`
     when the disk is full or refuses.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"expected a file or nothing at {path}, found a folder or a device: choose another place")
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with writing(path):

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from conf.cli import reported
 from conf.disk import advice, disk_error, writing
 from conf.errors import UserError
+from data.files import write_json
 from tiny import tiny_verifier
 from toy_training import CPU, make
 from train.checkpoints import KeepCheckpoints, WholeFiles, begun, best, newest, prune, sole_run
@@ -346,3 +347,17 @@ def test_room_and_notes_are_said(tmp_path, monkeypatch):
         f"the disk is full at {tmp_path}/not/made/x (No space left on device, 3.21 MB are free there): make room, "
         "then go on; continue with: this"
     )
+
+
+def test_what_lies_in_the_way_is_left_alone(tmp_path):
+    """A folder or a device where a file is to go; a file where a folder is."""
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="expected a file or nothing at .* found a folder or a device"):
+            write_json(place, {})
+    assert (tmp_path / "pipe").is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as caught:
+        (tmp_path / "file" / "folder").mkdir(parents=True)
+    place = f"{tmp_path}/file/folder"
+    assert advice(disk_error(caught.value)) == f"cannot use {place} (Not a directory): choose another place"

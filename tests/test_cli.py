@@ -1,6 +1,8 @@
 """The shell around commands: one line for a mistake, JSON as the last line, codes of exit, sweeps."""
 
 import json
+import os
+import subprocess
 import sys
 
 import numpy
@@ -38,6 +40,9 @@ def call(monkeypatch, capsys, command, words, run=None, **options):
         ("theory", ["+alpah=0.5"], "no setting 'alpah'"),
         ("theory", ["alpha=half"], "alpha: Value 'half'"),
         ("theory", ["alpha"], "cannot read the overrides"),
+        ("data", ["data.path=für.jsonl"], "wants quotes of its own"),
+        ("theory", ["threads=0"], "threads must lie in 1..1024, found 0"),
+        ("theory", ["threads=100000"], "threads must lie in 1..1024, found 100000"),
         ("theory", ["-m"], "takes no flags"),
         ("eval", ["decode=bush"], "no decode 'bush'; there are: chain, tree"),
         ("train", ["experiment=eagle3_lama"], "did you mean eagle3_llama or"),
@@ -147,3 +152,14 @@ def test_help_says_what_a_setting_means_and_what_holds_without_it(monkeypatch, c
     assert "  head=eagle3 *                   EAGLE-3: three captured layers, training-time" in out
     assert "  budget=null *                   hour on a CPU, full on a GPU" in out
     assert "  verifier.device_map=null        Layers over several devices, host memory or" in out  # a comment above it
+
+
+@pytest.mark.parametrize("words", [["alpha=.5"], ["alpha=.5", "json=true"], ["--help"]])
+def test_whoever_reads_may_leave(words):
+    """As `| head -1` does. Nothing is said of it, and the work is done."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "eval.theory", *words]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert done.returncode == 0 and "rror" not in done.stderr
