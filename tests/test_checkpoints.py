@@ -145,6 +145,23 @@ def test_a_new_run_spares_another_in_its_folder(tmp_path):
         begun(tmp_path, resume=False)
 
 
+def test_a_trained_head_is_not_trained_over(tmp_path):
+    """Its checkpoints were removed, to save room."""
+    (tmp_path / "head").mkdir()
+    with pytest.raises(UserError, match=f"is trained, and its checkpoints are gone: .* eval run={tmp_path}"):
+        begun(tmp_path, resume=True)
+
+
+def test_metrics_that_are_damaged(tmp_path, caplog):
+    """Zeros at the end, as after a loss of power; or nothing of it can be read."""
+    (tmp_path / "metrics.csv").write_bytes(b"loss,step\r\n3.5,1\r\n3.25,2\r\n" + bytes(64))
+    assert MetricsFile(tmp_path, 2).rows == [{"loss": "3.5", "step": "1"}, {"loss": "3.25", "step": "2"}]
+    assert not caplog.messages
+    (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe\r\na\r\nb\r\n")
+    assert MetricsFile(tmp_path, 2).rows == []
+    assert caplog.messages == [f"{tmp_path / 'metrics.csv'}: 2 lines that can't be read are left out"]
+
+
 def test_nothing_is_saved_in_the_midst_of_a_step(verifier, tmp_path):
     """Ctrl-C, twice, while the optimizer has changed some of the weights."""
     module, keep = make(verifier, 8), KeepCheckpoints(tmp_path, 2)

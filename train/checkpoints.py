@@ -55,6 +55,11 @@ def begun(run_folder: Path, resume: bool) -> Saved | None:
     folder = run_folder / "checkpoints"
     if resume:
         if (saved := newest(folder)) is None:
+            if (run_folder / "head").exists():  # saved once training is through; training anew would take its place
+                raise UserError(
+                    f"{run_folder} is trained, and its checkpoints are gone: measure its head with python -m eval "
+                    f"run={run_folder}, or train a new run from it with head.start={run_folder}"
+                )
             log.info(f"{run_folder} was stopped before its first checkpoint: it begins anew")
         return saved
     if any(folder.glob("*.ckpt")):

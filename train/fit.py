@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from data.files import replacing
 from models.loading import native_dtype
 from train.checkpoints import WholeFiles
 from train.module import HeadModule
+
+log = logging.getLogger(__name__)
 
 # Lightning's advice on things that are so on purpose.
 EXPECTED = (
@@ -162,9 +165,16 @@ class MetricsFile(Logger):
 
 
 def _rows(path: Path, last_step: int) -> list[dict[str, str]]:
-    """Up to a step, as text; a last line that was cut off is of a later one."""
+    """Up to a step, as text. A last line that was cut off, or is zeros after a loss of power, is of a later one."""
     if not path.is_file():
         return []
-    with path.open(newline="") as stream:
-        rows = [row for row in csv.DictReader(stream) if None not in row and None not in row.values()]
+    with path.open(newline="", errors="replace") as stream:
+        lines = list(stream)
+    rows = [row for row in csv.DictReader(line for line in lines if "\0" not in line) if _whole(row)]
+    if (lost := len(lines) - 1 - len(rows)) > 1:
+        log.warning(f"{path}: {lost} lines that can't be read are left out")
     return [{name: text for name, text in row.items() if text} for row in rows if int(row["step"]) <= last_step]
+
+
+def _whole(row: dict) -> bool:
+    return None not in row and None not in row.values() and row.get("step", "").isdecimal()
