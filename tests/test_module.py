@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,16 @@ def test_tau_stays_in_sight_after_later_steps(verifier):
     fit(module, CPU, [check])
     assert None not in seen and len(set(seen)) == 1  # measured after step 1, shown at all three
     assert "tau" in summary(module.metrics) and module.metrics["train/tokens"] > 0
+
+
+def test_answers_that_end_before_a_draft_say_nothing_of_tau(verifier, tmp_path, monkeypatch):
+    settings = EvalSettings(shape=FixedTree.chain(2), max_new_tokens=6, baseline=False)
+    module = make(verifier, 4, log_every=1)
+    silent = SimpleNamespace(tau=None, alpha_by_depth=[None, None])
+    monkeypatch.setattr("train.callbacks.evaluate", lambda *_, **__: silent)
+    check = Validate(document_prompts(documents(2)), settings, every=1)
+    fit(module, CPU, [check, Bar(), KeepCheckpoints(tmp_path, 1, 2)])
+    assert "val/tau" not in module.metrics and newest(tmp_path).step == 4
 
 
 def test_bar_shows_loss_accuracy_tau_and_rate(verifier, monkeypatch, capsys):

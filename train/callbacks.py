@@ -50,7 +50,7 @@ class Validate(pl.Callback):
 
 
 def free_running(module: HeadModule, prompts: Sequence[Prompt], settings: EvalSettings) -> dict[str, float]:
-    """val/tau and val/alpha_k of the head as it stands."""
+    """val/tau and val/alpha_k of the head as it stands; nothing where every answer ended before a draft."""
     module.head.eval()
     try:
         with torch.no_grad():
@@ -58,8 +58,8 @@ def free_running(module: HeadModule, prompts: Sequence[Prompt], settings: EvalSe
             report = evaluate(module.verifier, lambda: drafter, prompts, settings, progress=False)
     finally:
         module.head.train()
-    depths = {f"val/alpha_{k}": alpha for k, alpha in enumerate(report.alpha_by_depth) if alpha is not None}
-    return {"val/tau": report.tau, **depths}
+    found = {"val/tau": report.tau} | {f"val/alpha_{k}": alpha for k, alpha in enumerate(report.alpha_by_depth)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class Bar(pl.Callback):
