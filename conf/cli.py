@@ -176,17 +176,19 @@ def _compose(command: str, overrides: list[str]) -> Any:
         OmegaConfBaseException,
         ValueError,
         TypeError,
-    ) as error:  # trainer=null, [null]
+        OverflowError,
+    ) as error:  # trainer=null, [null], an integer that is no float
         raise UserError(explain(error)) from error
 
 
 def _plain_objects(cfg: Any) -> Any:
-    if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise UserError(f"{missing[0]} has no value: give {missing[0]}=...")
     try:
-        values = OmegaConf.to_object(cfg)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        values = None if missing else OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:  # an interpolation that gives what the setting can't be
         raise UserError(explain(error)) from error
+    if missing:
+        raise UserError(f"{missing[0]} has no value: give {missing[0]}=...")
     name = getattr(values, "name", None)
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"a run's name is a folder's: expected letters, digits, _ . -, found {name!r}; give name=")

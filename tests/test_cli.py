@@ -39,6 +39,8 @@ def call(monkeypatch, capsys, command, words, run=None, **options):
         ("theory", ["alpah=0.5"], "did you mean alpha?"),
         ("theory", ["+alpah=0.5"], "no setting 'alpah'"),
         ("theory", ["alpha=half"], "alpha: Value 'half'"),
+        ("theory", ["seed=${oc.env:HOME}"], "seed"),
+        ("theory", [f"alpha=1{'0' * 400}"], "too large"),
         ("theory", ["alpha"], "cannot read the overrides"),
         ("data", ["data.path=für.jsonl"], "wants quotes of its own"),
         ("theory", ["threads=0"], "threads must lie in 1..1024, found 0"),

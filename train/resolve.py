@@ -59,7 +59,7 @@ def resumed_config(folder: Path, overrides: list[str]) -> TrainConf:
     try:
         cfg = OmegaConf.to_object(OmegaConf.merge(*parts))
         OmegaConf.structured(cfg)  # merging lets any value into a list
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         raise UserError(f"{folder / CONFIG} is not of this version: {explain(error)}") from error
     cfg.resume = str(folder)
     return cfg

@@ -125,7 +125,7 @@ def check_run(run: EngineRun, job: Job, vocab_size: int, where: Path) -> EngineR
     counts = (run.verify_calls, run.drafted, run.accepted, *(run.accepted_by_position or ()))
     faults = {
         f"texts of {len(job.prompts)} prompts": len(run.texts) == len(job.prompts) and all(map(ids, run.texts)),
-        "counts from 0 up": all(type(count) is int and count >= 0 for count in counts),
+        "counts from 0 up": all(type(count) is int and 0 <= count < 2**53 for count in counts),
     }
     if run.rounds is not None:
         calls = [call for rounds in run.rounds for call in rounds]
