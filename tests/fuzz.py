@@ -253,7 +253,7 @@ def fuzz(strategy, valid, few=FEW, many=MANY, refusals=(UserError,), takes=True,
             seen: Counter[str] = Counter()
 
             def run(case):
-                with _soon():
+                with _soon(), _bounded():
                     try:
                         check(case, tmp_path)
                         seen["taken"] += 1
@@ -261,19 +261,19 @@ def fuzz(strategy, valid, few=FEW, many=MANY, refusals=(UserError,), takes=True,
                         refusal(error)
                         seen["refused"] += 1
 
-            with _bounded():
-                if takes:
+            if takes:
+                with _bounded():
                     check(valid, tmp_path)
-                always = cases == few
-                settings(
-                    max_examples=cases,
-                    derandomize=always,
-                    database=None,
-                    deadline=None,
-                    print_blob=True,
-                    report_multiple_bugs=False,
-                    suppress_health_check=list(HealthCheck),
-                )(given(strategy)(run))()
+            always = cases == few
+            settings(
+                max_examples=cases,
+                derandomize=always,
+                database=None,
+                deadline=None,
+                print_blob=True,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            )(given(strategy)(run))()
             print(f"{check.__name__.removeprefix('test_')}: {sum(seen.values())} cases, {dict(seen)}")
             assert bool(seen["refused"]) == refuses, seen
 
