@@ -55,8 +55,14 @@ def evaluate_run(cfg) -> Outcome:
     settings = replace(settings, replay=cfg.replay)
     verifier, candidate = load_candidate(cfg)
     run = Path(cfg.run or cfg.draft).expanduser()
-    report = measure(verifier, candidate, settings, load_prompts(verifier, cfg.prompts, cfg.limit))
+    prompts = load_prompts(verifier, cfg.prompts, cfg.limit)
     folder = Path(cfg.out) if cfg.out else fresh_folder(run if cfg.run else Path("outputs") / "draft")
+    folder.mkdir(parents=True, exist_ok=True)  # what can't be written there is not measured first
+    try:
+        report = measure(verifier, candidate, settings, prompts)
+    except BaseException:
+        remove_empty(folder)
+        raise
     alpha = report.write(folder / "alpha.json")
     page = None
     if cfg.report:
@@ -84,7 +90,7 @@ def load_candidate(cfg) -> tuple[Verifier, Candidate]:
 
     cfg: conf.schema.CandidateConf.
     """
-    if (cfg.run is None) == (cfg.draft is None):
+    if bool(cfg.run) == bool(cfg.draft):
         raise UserError("give the run to evaluate: run=outputs/NAME/TIME (or draft=MODEL, without one)")
     run = Path(cfg.run or cfg.draft).expanduser()
     given = {name: getattr(cfg, f"verifier_{name}") for name in ("source", "device", "revision", "trust_remote_code")}
@@ -201,6 +207,12 @@ def shown(run: Path) -> str:
     """The folder as it is named in a report: relative where it lies under the working directory."""
     whole, here = run.resolve(), Path.cwd().resolve()
     return str(whole.relative_to(here)) if whole != here and whole.is_relative_to(here) else str(run)
+
+
+def remove_empty(folder: Path) -> None:
+    """A folder that was made for what did not come about."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def fresh_folder(run: Path) -> Path:

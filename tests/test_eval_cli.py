@@ -67,6 +67,13 @@ def test_two_replays_of_one_recording_compared(run, tmp_path, command, monkeypat
     assert code == 2 and "temperature 0.9" in err and len(err.splitlines()) == 1
 
 
+def test_a_place_that_cannot_be_written_is_found_before_measuring(run, tmp_path, command, monkeypatch):
+    monkeypatch.setattr("eval.command.measure", None)
+    (tmp_path / "file").touch()
+    code, _, err = command("eval", evaluate_run, f"run={run}", f"prompts={run}/prompts.jsonl", f"out={tmp_path}/file")
+    assert (code, err) == (2, f"error: cannot use {tmp_path}/file (File exists): choose another place")
+
+
 @pytest.mark.parametrize("draft, kind", [("none", "chain"), ("prompt_lookup", "chain"), ("lookahead", "tree")])
 def test_drafts_without_a_model_by_name(run, tmp_path, command, draft, kind):
     words = [f"draft={draft}", f"verifier_source={run}/verifier", f"prompts={run}/prompts.jsonl", "report=false"]

@@ -50,8 +50,10 @@ def test_half_precision_logits_become_float32_laws():
     assert to_law(LOGITS.bfloat16(), Sampling(1.0)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("values", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0},
-                                    {"top_p": 1.1}])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [*({"temperature": t} for t in (-1.0, float("nan"), float("inf"))), {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}],
+)
 def test_senseless_settings_are_the_users_error(values):
     with pytest.raises(UserError):
         Sampling(**values)

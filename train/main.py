@@ -22,7 +22,7 @@ from conf.terminal import TextConsole
 from data.batches import OnlineStates, PackedLoader, require_same_documents
 from data.prepare import Prepared, excluding, prepare
 from data.store import StateStore
-from eval.command import settings_of
+from eval.command import remove_empty, settings_of
 from eval.prompts import document_prompts
 from models.export.native import StoredHead, save_head
 from models.loading import pick_device
@@ -285,9 +285,3 @@ def run_training(job: Job, module: HeadModule, prepared: Prepared) -> None:
     if module.stop_wanted:
         raise stop.error
     log.info(f"trained {module.global_step:,} steps in {finish.minutes(module.elapsed)}")
-
-
-def remove_empty(folder: Path) -> None:
-    """Hydra makes a run folder before it is known that only a plan is wanted."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

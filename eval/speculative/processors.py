@@ -19,7 +19,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be 0 (greedy) or more, found {self.temperature}")
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or more, found {self.top_k}")
