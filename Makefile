@@ -18,7 +18,7 @@ ENGINES ?= vllm vllm_server openvino llamacpp
 space := $(subst ,, )
 comma := ,
 
-.PHONY: help setup demo bench bench-full test exactness faults fuzz report-check serve-check gpu-check check clean
+.PHONY: help setup demo bench bench-full test exactness faults fuzz report-check docs-check serve-check gpu-check check clean
 .PRECIOUS: outputs/serve-check/%/alpha.json .engines/%/.done
 
 help: ## this page
@@ -62,6 +62,9 @@ fuzz: setup ## 10,000 cases for every parser, and a million rows of data
 
 report-check: setup ## the page in a headless Chromium, if there is one: screenshots in outputs/report-check; half a minute
 	PICTURES=outputs/report-check $(BIN)/python -m pytest -rs -m slow tests/test_report_browser.py
+
+docs-check: setup ## every command of README.md and docs/ on a tiny verifier, servers played by stand-ins; five minutes
+	$(BIN)/python -m pytest -m slow tests/test_docs.py
 
 serve-check: setup $(patsubst %,.engines/%/.done,$(sort $(ENGINES:%_server=%))) $(TRAINED) ## real engines with our exports against our own loop (engines are installed first)
 	$(BIN)/python -m eval.serving.check runs=[$(subst $(space),$(comma),$(strip $(HEADS)))] engines=[$(subst $(space),$(comma),$(strip $(ENGINES)))]
