@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stub_model import FIRST, Oracle, StubVerifier, V, stub_drafter
+from stub_model import FIRST, Oracle, StubScorer, StubVerifier, V, stub_drafter
 
 from eval.speculative.copying import NoDraft, PromptLookup
+from eval.speculative.grow import grow_by_confidence
 from eval.speculative.loop import _features, decode_batch, plain_decode, speculate, speculative_decode
 from eval.speculative.processors import Sampling
 from eval.speculative.scorers import drafter_for
@@ -91,6 +92,43 @@ def test_every_token_is_processed_once_but_for_rejected_drafts():
     text = speculative_decode(verifier, drafter, [FIRST] * 3, max_new_tokens=12, sampling=GREEDY)
     assert rows == [(1, 3)] + [(1, 6)] * len(text.rounds)
     assert all(len(r.drafted) == 5 and r.depth in (2, 3) for r in text.rounds)
+
+
+def test_unlikely_paths_cost_no_draft_step_and_no_row():
+    """The candidates that are likely enough are those of the whole tree, and nothing else is grown or verified."""
+    scorer, B = StubScorer(), 3
+    scorer.last_B2 = torch.tensor([[0, 1], [2, 3], [3, 1]])
+    steps, step = [], scorer.grow
+    scorer.grow = lambda *nodes: steps.append(1) or step(*nodes)
+    sizes = set()
+    for floor in (0.001, 0.05, 0.2, 0.5, 0.999):
+        whole = grow_by_confidence(scorer, GrowingShape(4, 3, 99))
+        steps.clear()
+        draft = grow_by_confidence(scorer, GrowingShape(4, 3, 99, min_confidence=floor))
+        paths = [[paths_of(nodes) for nodes in one.nodes_B] for one in (whole, draft)]
+        chance = [{path: probability(scorer, b, path) for path in paths[0][b]} for b in range(B)]
+        assert [set(found) for found in paths[1]] == [{p for p, c in one.items() if c >= floor} for one in chance]
+        grown = [max((len(p) for p, c in one.items() if c >= floor and len(p) < 4), default=0) for one in chance]
+        assert len(steps) == max(grown) and draft.tokens_BN.shape[1] <= sum(len(found) for found in paths[1])
+        sizes.add((len(steps), draft.tokens_BN.shape[1]))
+    assert len(sizes) == 5 and (0, 0) in sizes
+
+
+def paths_of(nodes):
+    """The tokens from the root to each live node."""
+    paths = []
+    for node in nodes:
+        parent, token = node or (None, None)
+        paths.append(None if node is None else (*(paths[parent] if parent >= 0 else ()), token))
+    return [path for path in paths if path is not None]
+
+
+def probability(scorer, b, path):
+    chance, last = 1.0, scorer.last_B2[b].tolist()
+    for token in path:
+        chance *= scorer.table_VVR[last[0], last[1]].softmax(-1)[token].item()
+        last = [last[1], token]
+    return chance
 
 
 def test_text_is_cut_at_end_of_turn_but_the_round_is_counted_whole():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -116,7 +117,12 @@ def _below_live(live_BN: Tensor, tree: FixedTree) -> Tensor:
 
 
 def grow_by_confidence(scorer: Scorer, shape: GrowingShape) -> Draft:
-    """EAGLE-2: point masses, so that any choice among them is exact (2406.16858, section 4.2)."""
+    """EAGLE-2: point masses, so that any choice among them is exact (2406.16858, section 4.2).
+
+    With min_confidence nothing is grown below a level whose paths are all less likely, and no row is left for
+    candidates that are so in every sequence.
+    """
+    floor = math.log(shape.min_confidence) if shape.min_confidence else None
     clock = Clock(scorer.ids_R.device)
     begun = clock.now()
     logp_BKR = scorer.root().float().log_softmax(-1)[:, None]
@@ -134,18 +140,23 @@ def grow_by_confidence(scorer: Scorer, shape: GrowingShape) -> Draft:
             first_seconds = clock.now() - begun
         if depth < shape.depth:
             top = scores[-1].topk(min(k, scores[-1].shape[1]), -1)
+            if floor is not None and not bool((top.values >= floor).any()):
+                break
             score_BK, before = top.values, sum(s.shape[1] for s in scores[:-1])
             node_BK = top.indices + before
             grown_BK = torch.arange(top.indices.shape[1], device=node_BK.device).expand(B, -1) + k * (depth - 1)
             logits_BKR = scorer.grow(tokens[-1].gather(1, top.indices), above[-1].gather(1, top.indices))
             logp_BKR = logits_BKR.float().log_softmax(-1)
+    step_seconds = (clock.now() - begun - first_seconds) / (depth - 1) if depth > 1 else None
     chosen_BN, live_BN = rerank(torch.cat(scores, 1), shape)
+    if live_BN is not None:
+        some_N = live_BN.any(0)
+        chosen_BN, live_BN = chosen_BN[:, some_N], live_BN[:, some_N]
     parents_BN = renumber(torch.cat(parents, 1), chosen_BN)
-    step_seconds = (clock.now() - begun - first_seconds) / (shape.depth - 1) if shape.depth > 1 else None
     return Draft(
         torch.cat(tokens, 1).gather(1, chosen_BN),
         parents_BN,
-        verify_rows(parents_BN, shape.depth),
+        verify_rows(parents_BN, depth) if chosen_BN.shape[1] else None,
         None,
         live_BN,
         first_seconds,
