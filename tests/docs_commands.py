@@ -57,6 +57,6 @@ def changed(command: str, alternative: str, first: bool) -> str:
         places = [i for i, word in enumerate(words) if word.startswith(f"{name}=")] or ([0] if first else [len(words)])
     else:
         places = [i for i, word in enumerate(words) if not word.rpartition("=")[2].isupper()]
-        alternative = words[places[0]].replace(words[places[0]].rpartition("=")[2], alternative)
+        alternative = "".join([*words[places[0]].rpartition("=")[:2], alternative])
     words[places[0] : places[0] + 1] = [alternative]
     return " ".join([*start, *words])

@@ -23,7 +23,7 @@ import test_server_states
 import test_theory_page
 import test_tuner_page
 from counter_page import serving, vllm_page
-from docs_commands import PAGES, ROOT, commands
+from docs_commands import PAGES, ROOT, commands, plain, spoken
 
 import answer_stub
 from conf.cli import load
@@ -104,6 +104,18 @@ def with_budget(module: str, words: list[str]) -> list[str]:
         added = [] if "verifier=folder" in words else ["verifier=folder", "verifier.source=verifier"]
     names = {word.partition("=")[0] for word in added}
     return [word for word in words if word.partition("=")[0] not in names] + added
+
+
+def test_commands_are_found():
+    cell = "`python -m data task=a x=1` (or `b`, `task=c y=2`) | `python -m eval run=DIR` (`t=1`), `run=B` to `make x`"
+    found = [command for part in cell.split("|") for command in spoken(part)]
+    data = ["python -m data task=a x=1", "python -m data task=b x=1", "python -m data task=c y=2 x=1"]
+    assert found == [*data, "python -m eval run=DIR", "python -m eval run=DIR t=1", "make x"]
+    assert plain("PATH=x:$PATH .venv/bin/python -m eval run=A  [t=1] [overrides]") == "python -m eval run=A t=1"
+    assert plain("make") is None and plain("python -c 1") is None
+    assert {"make .engines/vllm/.done", "make demo"} <= {*MADE} and any(
+        "verifier.whole=false trainer" in c for c in OURS
+    )
 
 
 def test_every_command_runs_somewhere():
