@@ -287,6 +287,20 @@ def test_a_swapped_vocabulary_and_a_damaged_file_are_refused(verifier, tmp_path)
         read_head(tmp_path / "nowhere")
 
 
+def test_one_flipped_bit_in_the_weights_is_seen(verifier, tmp_path):
+    """safetensors has no checksum; folders of before there was one in config.json are read as they are."""
+    weights = save_head(tmp_path, StoredHead.of(make_head(verifier), verifier)) / "head.safetensors"
+    whole = bytearray(weights.read_bytes())
+    whole[-100] ^= 1
+    weights.write_bytes(whole)
+    with pytest.raises(UserError, match="is not the file that config.json was written with .*resume=RUN.*copy"):
+        read_head(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values.pop("file").keys() == {"bytes", "sha256"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_head(tmp_path).config.kind == "eagle3"
+
+
 def test_the_card_says_what_an_export_needs(verifier):
     card = VerifierCard.of(verifier)
     assert card.num_layers == 8 and card.eos_token_ids == tuple(verifier.eos_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -102,8 +103,14 @@ def save_head(folder: Path | str, stored: StoredHead) -> Path:
     }
     with whole(folder / WEIGHTS, folder / CONFIG) as (weights, config):
         save_file({**stored.tensors, "d2t": stored.vocab.d2t.clone()}, weights)
-        config.write_text(json.dumps(values, indent=1) + "\n")
+        config.write_text(json.dumps(values | {"file": _fingerprint(weights)}, indent=1) + "\n")
     return folder
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    """What tells one flipped bit: safetensors has no checksum of its own."""
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 @contextmanager
@@ -127,7 +134,8 @@ def whole(*paths: Path) -> Iterator[list[Path]]:
 def read_head(source: Path | str) -> StoredHead:
     """Read a native folder, or the run folder that holds one.
 
-    Raises UserError when it is no head, or its vocabulary map is not the one that its config was written with.
+    Raises UserError when it is no head, or its tensors are not those that its config was written with. A config that
+    says nothing of the file, as those of older versions, is taken as it is.
     """
     folder = head_folder(source)
     values = read_config(folder / CONFIG)
@@ -147,6 +155,12 @@ def read_head(source: Path | str) -> StoredHead:
         raise UserError(
             f"draft vocabulary of {folder} has hash {vocab.hash[:12]}, its config was written with "
             f"{values['vocab_hash'][:12]}: the two files are from different heads"
+        )
+    written = values.get("file")
+    if written is not None and written != (found := _fingerprint(folder / WEIGHTS)):
+        raise UserError(
+            f"{folder / WEIGHTS} is not the file that {CONFIG} was written with (expected {written}, found {found}): "
+            "take the head from a checkpoint (python -m train resume=RUN), or copy the folder again"
         )
     return StoredHead(config, vocab, tensors, VerifierCard.from_dict(values["verifier"]), values.get("training", {}))
 
