@@ -292,8 +292,12 @@ def test_an_export_is_bound_to_its_verifier_and_its_map(verifier, tmp_path):
     swapped = DraftVocab(torch.arange(100), V)
     with pytest.raises(UserError, match=f"map {head.vocab.hash[:12]}, found {swapped.hash[:12]}"):
         medusa.read(tmp_path)
-    change(tmp_path, num_heads=4)
-    with pytest.raises(UserError, match=r"config says 4 heads, the tensors are of heads \[0, 1, 2\]"):
+    for heads_ in (4, 2**62):  # a range of so many would not fit into memory
+        change(tmp_path, num_heads=heads_)
+        with pytest.raises(UserError, match=rf"config says {heads_} heads, the tensors are of heads \[0, 1, 2\]"):
+            medusa.read(tmp_path)
+    change(tmp_path, num_heads=3, num_hidden_layers=2**62)
+    with pytest.raises(UserError, match=f"config says {2**62} layers a head"):
         medusa.read(tmp_path)
 
 

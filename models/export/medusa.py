@@ -178,9 +178,13 @@ def _by_name(tensors: dict[str, Tensor], heads: int, layers: int, folder: Path) 
         else:
             named[plain] = tensor
     found = {int(match[1]) for name in named if (match := BLOCK.fullmatch(name))}
-    if found != set(range(heads)):
+    if len(found) != heads or found != set(range(heads)):
         raise UserError(
             f"{folder}: the config says {heads} heads, the tensors are of heads {sorted(found)}; set num_heads"
+        )
+    if layers > len(named):
+        raise UserError(
+            f"{folder}: the config says {layers} layers a head, there are {len(named)} tensors; set num_hidden_layers"
         )
     if lm_heads and LM_HEAD in named:
         raise UserError(f"{folder}: expected {LM_HEAD} or lm_heads.*, found both; keep one")
