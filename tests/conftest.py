@@ -1,9 +1,13 @@
 """One quiet, offline, single-threaded setting for every test; caches go to a temporary folder."""
 
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
+
+# Jobs in the background begin by ignoring Ctrl-C, and so would the commands that tests start there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch, transformers and wandb are imported, and inherited by the commands that tests start.
 _CACHE = tempfile.TemporaryDirectory(prefix="eyrie-tests-")

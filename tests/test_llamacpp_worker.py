@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 SERVER = '''
-import json, signal, sys
+import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background inherit as ignored
 words = sys.argv[1:]
 drafts = "-md" in words
 LOG = """print_info: EOG token             = 2 '<|im_end|>'
