@@ -73,6 +73,12 @@ def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> tuple
     return ids
 
 
+def check_layer(layer: int, num_layers: int) -> None:
+    """UserError unless it is a decoder layer's number in 0..L-1, or a negative one, counted from the end."""
+    if not -num_layers <= layer < num_layers:
+        raise UserError(f"head.start_layer must lie in {-num_layers}..{num_layers - 1}, found {layer}")
+
+
 def use_plan_attention(model: nn.Module, config, name: str) -> None:
     """Route every layer's attention through the function registered under `name`; UserError where that cannot be."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

@@ -18,8 +18,15 @@ DEFAULT_SIZE, DEFAULT_SIZE_LARGE, LARGE = 8192, 32000, 65536
 
 
 def draft_vocab_size(wanted: int | None, vocab_size: int) -> int:
-    """R: `wanted`, or 8192 for verifiers of up to 64k tokens and 32000 above; never more than V."""
-    return min(wanted or (DEFAULT_SIZE if vocab_size <= LARGE else DEFAULT_SIZE_LARGE), vocab_size)
+    """R: `wanted`, or 8192 for verifiers of up to 64k tokens and 32000 above, at most V. UserError for more or none."""
+    if wanted is None:
+        return min(DEFAULT_SIZE if vocab_size <= LARGE else DEFAULT_SIZE_LARGE, vocab_size)
+    if not 1 <= wanted <= vocab_size:
+        raise UserError(
+            f"head.draft_vocab_size must lie in 1..{vocab_size}, the verifier's tokens, found {wanted}: leave it "
+            "out for the usual size"
+        )
+    return wanted
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,6 +108,12 @@ def test_plan_only(words, monkeypatch, capsys, tmp_path):
         ("data.exclude=[[eyrie]]", "expected data.exclude to name suites or files, found [['eyrie']]"),
         ("data.validation=-1", "data.validation must be 0 or more, found -1"),
         ("data.batch_size=0", "data.batch_size must be 1 or more, found 0"),
+        ("trainer.strategy=foo", "trainer.strategy must be auto or ddp or "),
+        ("trainer.precision=foo", "trainer.precision must be auto or "),
+        ("trainer.accelerator=foo", "trainer.accelerator must be auto or cpu or gpu or cuda, found foo"),
+        ("head.start_layer=99", "head.start_layer must lie in -8..7, found 99"),
+        ("head.draft_vocab_size=0", "head.draft_vocab_size must lie in 1..300, the verifier's tokens, found 0"),
+        ("head.draft_vocab_size=1000000", "found 1000000: leave it out"),
         ("head={start_lm_head:random,train_lm_head:false}", "a random LM head must be trained"),
     ],
 )

@@ -69,4 +69,7 @@ def test_draft_vocabulary_defaults():
     assert draft_vocab_size(None, 49152) == 8192
     assert draft_vocab_size(None, 128256) == 32000
     assert draft_vocab_size(None, 300) == 300
-    assert draft_vocab_size(64, 300) == 64
+    assert draft_vocab_size(64, 300) == 64 and draft_vocab_size(300, 300) == 300
+    for wrong in (0, -1, 301):
+        with pytest.raises(UserError, match=rf"must lie in 1..300, the verifier's tokens, found {wrong}"):
+            draft_vocab_size(wrong, 300)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from typing import get_args
+
+from lightning.fabric.connector import _PRECISION_INPUT_STR, _PRECISION_INPUT_STR_ALIAS  # Lightning has no public list
+from lightning.pytorch.strategies import StrategyRegistry
 
 from conf.errors import UserError
 from conf.schema import HeadConf, TrainConf
@@ -20,12 +25,16 @@ from models.loading import DTYPES
 from train.build import STARTS, SWITCHES, objective_of
 from train.fit import device_count
 
+PRECISIONS = [get_args(names) for names in (_PRECISION_INPUT_STR, _PRECISION_INPUT_STR_ALIAS)]
 NAMES = {
     "head.name": tuple(heads.KINDS),
     "head.start_lm_head": ("verifier", "random"),
     "data.supervised": ("answers", "dialogue"),
     "optim.name": ("adamw", "muon"),
+    "trainer.accelerator": ("auto", "cpu", "gpu", "cuda"),
     "trainer.nonfinite": ("stop", "skip"),
+    "trainer.precision": ("auto", *chain(*PRECISIONS)),
+    "trainer.strategy": ("auto", *StrategyRegistry.available_strategies()),
     "data.store_dtype": ("auto", *STORE_DTYPES),
     "decode.dtype": tuple(DTYPES),
     "verifier.dtype": ("auto", *DTYPES),

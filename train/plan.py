@@ -18,7 +18,7 @@ from data.prepare import needs_verifier
 from data.quantize import STORE_DTYPES, states_bytes, store_dtype
 from models import embedded
 from models.heads import captured_layers
-from models.introspect import check_aux_layers, find_parts, geometry
+from models.introspect import check_aux_layers, check_layer, find_parts, geometry
 from models.loading import explained, native_dtype, pick_dtype
 from models.parts import outline
 from models.vocab import draft_vocab_size
@@ -64,6 +64,7 @@ def sizes(cfg: TrainConf) -> Sizes:
         raise explained(source, local, OSError(str(error)) if unreachable else error) from error
     text = config.get_text_config()
     verifier = VerifierCost.of(model, find_parts(model).layers, text)
+    check_layer(cfg.head.start_layer, verifier.layers)
     shape, V = geometry(text, verifier.vocab), verifier.vocab
     head = HeadCost(
         kind=cfg.head.name,
