@@ -40,6 +40,7 @@ from conf.terminal import LineFormatter, nobody_reads, say
 from conf.usage import usage
 
 CONF = str(Path(__file__).parent.resolve())
+AGAIN = 0.2  # seconds until a SIGTERM that nobody has seen is raised again
 MOST_THREADS = 1024  # with many more the process ends without a word
 
 
@@ -122,13 +123,16 @@ class reported:  # noqa: N801 - reads as a statement
     through."""
 
     def __enter__(self) -> None:
-        self.before = signal.getsignal(signal.SIGTERM)
+        self.before = {}
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _terminate)
+            self.before = {number: signal.signal(number, _terminate) for number in (signal.SIGTERM, signal.SIGALRM)}
 
     def __exit__(self, kind, error, trace) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self.before)
+        if self.before:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # first: one under way must not set the timer anew
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
         if isinstance(error, KeyboardInterrupt):
             hint = str(error) or "run the same command again to continue from what is in the cache"
             word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
@@ -149,6 +153,13 @@ class reported:  # noqa: N801 - reads as a statement
 
 
 def _terminate(number, frame) -> None:
+    """Raised inside a destructor it goes no further: the alarm raises it again, unless it is on its way up here."""
+    signal.setitimer(signal.ITIMER_REAL, AGAIN)
+    error = sys.exception() if number == signal.SIGALRM else None
+    while error is not None:
+        if isinstance(error, Terminated):
+            return
+        error = error.__context__
     raise Terminated
 
 

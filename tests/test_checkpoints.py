@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from conf.cli import reported
+from conf.cli import AGAIN, reported
 from conf.disk import advice, disk_error, writing
 from conf.errors import UserError
 from data.files import write_json
@@ -299,6 +300,32 @@ def test_one_run_in_a_folder(tmp_path):
 
 def terminate(place):
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Terminates:
+    def __del__(self):
+        terminate(None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_inside_a_destructor_is_not_lost(capsys):
+    with pytest.raises(SystemExit) as end, reported():
+        Terminates()
+        time.sleep(30)
+    assert end.value.code == 143 and capsys.readouterr().err.startswith("terminated; ")
+
+
+def test_a_clean_up_after_sigterm_is_not_cut_short():
+    cleaned = False
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(SystemExit) as end, reported():
+        try:
+            terminate(None)
+        finally:
+            time.sleep(3 * AGAIN)
+            cleaned = True
+    assert end.value.code == 143 and cleaned
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def torch_full(place):
