@@ -107,7 +107,10 @@ def _builder(path: str, name: str | None, revision: str | None) -> datasets.Data
 def _saved(path: Path, split: str | None) -> datasets.Dataset:
     import datasets
 
-    found = datasets.load_from_disk(str(path))
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (KeyError, TypeError, AttributeError) as error:  # of its JSON, which datasets takes as it is
+        raise UserError(f"cannot read {path}, whose state.json may be damaged ({error!r}): save it again") from None
     if isinstance(found, datasets.DatasetDict):
         return found[_split(split, list(found), path)]
     if split is not None:
@@ -133,6 +136,8 @@ def _known(columns: list[str], path: str | Path) -> list[str]:
     known = [column for column in columns if column in KEYS]
     if not known:
         raise UserError(f"expected rows with {SHAPES} in {path}, found the columns {', '.join(columns)}: rename them")
+    if twice := next((column for column in known if known.count(column) > 1), None):
+        raise UserError(f"expected the column {twice} of {path} once, found {known.count(twice)}: rename the others")
     return known
 
 

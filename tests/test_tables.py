@@ -144,6 +144,18 @@ def test_cut_short(tmp_path, kind):
         assert "\n" not in str(pytest.raises(UserError, read, source).value)
 
 
+def test_columns_of_one_name_and_an_empty_state_are_one_line(tmp_path):
+    column = pa.array(["a"])
+    pq.write_table(pa.Table.from_arrays([column, column], ["prompt", "prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="expected the column prompt of .*a.parquet once, found 2: rename"):
+        read(tmp_path / "a.parquet")
+    saved = write("saved", tmp_path)
+    for text in ("{}", "[]"):
+        (saved / "state.json").write_text(text)
+        with pytest.raises(UserError, match="cannot read .*, whose state.json may be damaged"):
+            read(saved)
+
+
 def test_a_flipped_page_is_one_line(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": [f"question {i}" for i in range(1000)]}), path, write_page_checksum=True)
