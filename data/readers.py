@@ -59,8 +59,10 @@ def _lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, str | None]]:
 
 def _unmarked(start: bytes, path: Path) -> bytes:
     """The beginning of a file without its byte order mark."""
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"expected UTF-8 in {path}, found UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
+    for name in ("UTF32", "UTF16"):  # in this order: the one's mark begins with the other's
+        if start.startswith(tuple(getattr(codecs, f"BOM_{name}_{end}") for end in ("LE", "BE"))):
+            name = name.replace("F", "F-")
+            raise UserError(f"expected UTF-8 in {path}, found {name}; convert it: iconv -f {name} -t UTF-8")
     return start.removeprefix(codecs.BOM_UTF8)
 
 

@@ -269,15 +269,23 @@ def _generated(row: dict) -> tuple[list[int], list[tuple[int, int]]]:
     ids = row["input_ids"]
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         raise Drop("input_ids is not a list of token ids")
-    spans = _first(row, ("spans",)) or ([[row["answer_start"], len(ids)]] if "answer_start" in row else None)
+    spans = row.get("spans") or ([[row["answer_start"], len(ids)]] if row.get("answer_start") is not None else None)
     try:
-        spans = [(int(start), int(end)) for start, end in spans]
-    except (TypeError, ValueError, OverflowError):
+        spans = [(start, end) for start, end in spans]
+    except (TypeError, ValueError):
         raise Drop("input_ids without answer_start") from None
+    spans = [(_place(start), _place(end)) for start, end in spans]
     edges = [0, *(edge for span in spans for edge in span), len(ids)]
     if not spans or sorted(edges) != edges:
         raise Drop("answer_start outside input_ids")
     return ids, spans
+
+
+def _place(value: object) -> int:
+    """A whole number; a table with gaps keeps it as a float."""
+    if type(value) not in (int, float) or value % 1 != 0:
+        raise Drop("answer_start is not a whole number")
+    return int(value)
 
 
 def _prompt_span(row: dict, spans: list[tuple[int, int]]) -> tuple[int, int] | None:

@@ -73,7 +73,7 @@ class Part:
         """What its rows follow from: what is in its files, or the commit of a dataset of the hub."""
         files = self.files()
         return [
-            self.kind,
+            self.kind + (".gz" if self.path.lower().endswith(".gz") else ""),  # plain bytes of that name are a mistake
             *(map(file_hash, files) if files else hub_commit(self.path, self.split, self.name, self.revision)),
         ]
 

@@ -12,7 +12,7 @@ from data import json_rows, readers
 from data.json_rows import BROKEN
 from data.quarantine import Quarantine
 from data.readers import CUT
-from data.sources import read_dialogues, sources_of
+from data.sources import read_dialogues, sources_hash, sources_of
 
 GOOD = b'{"prompt": "good"}'
 
@@ -177,6 +177,8 @@ def test_gzip_whole_cut_and_false(tmp_path):
         found, counts = read(path)
         assert 0 < len(found) < 500 and counts == {CUT: 1}
         path.write_bytes(text.encode())
+        path.with_suffix("").write_bytes(text.encode())  # read already, these very bytes: still a mistake
+        assert sources_hash(sources_of(path)) != sources_hash(sources_of(path.with_suffix("")))
         with pytest.raises(UserError, match="expected gzip data in .*, found something else"):
             read(path)
     whole = gzip.compress(lines.encode())
@@ -205,9 +207,10 @@ def test_nothing_usable_names_the_commonest_reasons(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
-def test_utf_16_is_named(tmp_path, name):
-    (tmp_path / name).write_bytes('{"prompt": "a"}\n'.encode("utf-16"))
-    with pytest.raises(UserError, match="expected UTF-8 in .*, found UTF-16; convert it"):
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
+def test_utf_16_and_32_are_named(tmp_path, name, encoding):
+    (tmp_path / name).write_bytes('{"prompt": "a"}\n'.encode(encoding))
+    with pytest.raises(UserError, match=f"expected UTF-8 in .*, found {encoding}; convert it: iconv -f {encoding} "):
         read(tmp_path / name)
 
 
