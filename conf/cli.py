@@ -11,6 +11,7 @@ last line of standard output names the file written, or with json=true is one JS
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import math
@@ -97,6 +98,8 @@ def main(command: str, multirun: bool = False, resolve: Callable[[list[str]], li
     def decorate(run: Callable[[Any], Outcome | None]) -> Callable[[], None]:
         @functools.wraps(run)
         def entry() -> None:
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that has not every character
             overrides = sys.argv[1:]
             if {"-h", "--help"} & set(overrides):
                 say(usage(command, _compose(command, [])))

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from conf.cli import Outcome
 from conf.errors import UserError
-from conf.paths import cache_dir
+from conf.paths import cache_dir, made
 from conf.schema import DataCommandConf
 from conf.terminal import TextConsole
 from data.clock import answer_tokens
@@ -39,6 +39,8 @@ def run(cfg: DataCommandConf) -> Outcome:
         raise UserError(f"expected task={'|'.join(TASKS)}, found {cfg.task}; e.g. python -m data task=inspect")
     if cfg.server is not None and cfg.task != "capture":
         raise UserError(f"expected server=URL with task=capture, found it with task={cfg.task}: leave it out")
+    if cfg.out == "":
+        raise UserError("expected out= to name what is written, found nothing: leave it out for the cache")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     cfg.data = excluding(cfg.data, cfg.evaluation.prompts)
@@ -171,7 +173,7 @@ def _values(prepared: Prepared) -> dict:
 
 def _out(path: str) -> Path:
     target = Path(path).expanduser()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    made(target.parent)
     return target
 
 

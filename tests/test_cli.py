@@ -12,6 +12,7 @@ import torch
 from conf.cli import Outcome, main
 from conf.errors import UserError
 from conf.explain import groups, options, settings
+from conf.paths import cache_dir
 from conf.schema import COMMANDS
 
 
@@ -154,6 +155,19 @@ def test_help_says_what_a_setting_means_and_what_holds_without_it(monkeypatch, c
     assert "  head=eagle3 *                   EAGLE-3: three captured layers, training-time" in out
     assert "  budget=null *                   hour on a CPU, full on a GPU" in out
     assert "  verifier.device_map=null        Layers over several devices, host memory or" in out  # a comment above it
+
+
+def test_a_terminal_without_every_character(tmp_path):
+    words = ["alpha=.5", f"out='{tmp_path / 'α'}'"]
+    command, env = [sys.executable, "-m", "eval.theory", *words], os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith(r"\u03b1/theory.png"), done.stderr
+
+
+def test_a_folder_that_cannot_be_made(monkeypatch):
+    monkeypatch.setenv("EYRIE_CACHE", "/proc/none")
+    with pytest.raises(UserError, match="cannot make the folder /proc/none.*: choose another place"):
+        cache_dir("states")
 
 
 @pytest.mark.parametrize("words", [["alpha=.5"], ["alpha=.5", "json=true"], ["--help"]])

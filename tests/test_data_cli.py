@@ -142,6 +142,7 @@ def test_inspect_reads_mixes_datasets_and_prompts(command, tmp_path):
     [
         ((), "expected task=synthesize|"),
         (("task=fly",), "expected task=synthesize|"),
+        (("task=tokenize", "out="), "expected out= to name what is written, found nothing"),
         (("task=regenerate",), "give data.path=FILE"),
         (("task=synthesize", "data.path=x.jsonl"), "use task=regenerate"),
         (("task=tokenize", "data.path=nowhere.jsonl"), "found none; check the path"),
