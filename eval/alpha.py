@@ -146,7 +146,7 @@ def evaluate(
     Raises UserError when none is left.
     """
     positions = verifier.head_geometry["max_position_embeddings"]
-    room = positions - settings.room
+    room = settings.prompt_room(positions)
     fitting = [p for p in prompts if len(p.input_ids) <= room]
     if not fitting:
         raise UserError(

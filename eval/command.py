@@ -168,6 +168,8 @@ def shape_of(decode) -> Shape:
     if not 0 <= decode.min_confidence < 1:
         raise UserError(f"decode.min_confidence must lie in [0, 1), found {decode.min_confidence}")
     if decode.mode == "chain":
+        if decode.shape is not None:
+            raise UserError(f"decode.shape is of trees, found {decode.shape} with a chain: add decode=tree")
         return FixedTree.chain(decode.depth, decode.min_confidence)
     if decode.mode != "tree":
         raise UserError(f"decode must be chain or tree, found {decode.mode}")

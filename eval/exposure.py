@@ -90,7 +90,7 @@ def measure_heads(
     Prompts that leave no room for one are left out, with a warning; UserError when none is left.
     """
     assert settings.sampling.greedy, "only greedy text can be replayed"
-    room = verifier.head_geometry["max_position_embeddings"] - settings.room
+    room = settings.prompt_room(verifier.head_geometry["max_position_embeddings"])
     fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
     if not fitting:
         raise UserError(f"expected prompts of at most {room} tokens, found none: lower decode.max_new_tokens")

@@ -62,6 +62,15 @@ class EvalSettings:
         """Positions that a text needs behind its prompt."""
         return self.max_new_tokens + 2 * (self.depth + 1)
 
+    def prompt_room(self, positions: int) -> int:
+        """Tokens that a prompt may have. UserError where not even an empty one fits."""
+        if self.room >= positions:
+            raise UserError(
+                f"an answer of decode.max_new_tokens={self.max_new_tokens} with drafts of depth {self.depth} needs "
+                f"{self.room} positions, found {positions}: lower them"
+            )
+        return positions - self.room
+
     def __post_init__(self) -> None:
         if self.replay and not self.sampling.greedy:
             raise UserError(

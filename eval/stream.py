@@ -37,7 +37,7 @@ def stream(cfg) -> Outcome:
     messages = [{"role": "user", "content": asked(cfg.prompt)}]
     verifier, candidate = load_candidate(cfg)
     ids = render(verifier.tokenizer, messages, add_generation_prompt=True)
-    room = verifier.head_geometry["max_position_embeddings"] - settings.room
+    room = settings.prompt_room(verifier.head_geometry["max_position_embeddings"])
     if len(ids) > room:
         raise UserError(f"expected a prompt of at most {room} tokens, found {len(ids)}: lower decode.max_new_tokens")
     console, rounds, tokens = TextConsole(stderr=cfg.json), [], []

@@ -337,3 +337,9 @@ def test_limit_is_evenly_spaced():
 def test_document_prompts_end_where_the_first_answer_begins():
     documents = [Document("d", [1, 2, 3, 4, 5, 6], [(3, 5)]), Document("e", [1, 2, 3], [(0, 2)])]
     assert document_prompts(documents) == [Prompt("d", "held out", (1, 2, 3))]
+
+
+def test_an_answer_that_fits_nowhere_is_said():
+    with pytest.raises(UserError, match=r"depth 5 needs 612 positions, found 612: lower them"):
+        EvalSettings(max_new_tokens=600).prompt_room(612)
+    assert EvalSettings(max_new_tokens=600).prompt_room(613) == 1

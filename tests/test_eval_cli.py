@@ -146,6 +146,7 @@ def test_the_verifier_is_loaded_as_the_run_says_unless_told_otherwise(run, tmp_p
         (["run=/absent"], "/absent"),
         ([], "run="),
         (["run=/x", "decode=tree", "decode.shape=[0]"], "found [0]"),
+        (["run=/x", "decode.shape=[2,2]"], "decode.shape is of trees, found [2, 2] with a chain: add decode=tree"),
     ],
 )
 def test_mistakes_are_one_line(words, hint, command):

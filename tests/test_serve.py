@@ -294,7 +294,7 @@ def test_busy_servers_are_asked_again_and_that_is_said(compare):
         ({}, ["temperature=0.5"], "compares greedy chains"),
         ({}, ["decode=tree"], "compares greedy chains"),
         ({}, ["serve_batch=0"], "serve_batch must be 1 or more"),
-        ({}, ["decode.max_new_tokens=600"], "expected a prompt of at most"),
+        ({}, ["decode.max_new_tokens=600"], "an answer of decode.max_new_tokens=600 with drafts of depth"),
         ({}, ["serve=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         ({}, ["serve=localhost"], "expected serve=http://HOST:PORT"),
     ],

@@ -60,6 +60,8 @@ OWNERS |= {
 
 def check(cfg: TrainConf) -> None:
     """Raises UserError, one line, for the first setting that cannot work."""
+    if cfg.resume == "":
+        raise UserError("expected resume= to name a run folder, found nothing: leave it out for a new run")
     for name, allowed in NAMES.items():
         if (value := _setting(cfg, name)) not in allowed:
             raise UserError(f"{name} must be {' or '.join(allowed)}, found {value}")

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from transformers import AutoConfig
 
+from conf import disk
 from conf.errors import UserError
 from conf.paths import cache_dir
 from conf.schema import TrainConf
@@ -201,8 +202,8 @@ def check_disk(stored: float) -> None:
     there = sum(path.stat().st_size for path in cache_dir("states").rglob("*.safetensors"))
     if stored * MARGIN > free + there:
         raise UserError(
-            f"expected {stored * MARGIN / 1e9:.1f} GB free in {cache_dir()} for the verifier's states, found "
-            f"{free / 1e9:.1f} GB: set data.store=false (computed in every step), lower data.max_documents, or move "
+            f"expected {disk.size(stored * MARGIN)} free in {cache_dir()} for the verifier's states, found "
+            f"{disk.size(free)}: set data.store=false (computed in every step), lower data.max_documents, or move "
             "the cache with EYRIE_CACHE"
         )
 

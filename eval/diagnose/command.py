@@ -73,7 +73,7 @@ def trace(verifier, candidate: Candidate, templates: Templates, settings: EvalSe
     rows = questions(cfg.prompts, cfg.limit)
     served = [_prompt(row, templates.serving) for row in rows]
     meant = [_prompt(row, templates.training) if templates.training is not None else None for row in rows]
-    room = verifier.head_geometry["max_position_embeddings"] - settings.room
+    room = settings.prompt_room(verifier.head_geometry["max_position_embeddings"])
     fits = [max(len(p.input_ids) for p in pair if p) <= room for pair in zip(served, meant, strict=True)]
     skipped = [prompt.id for prompt, ok in zip(served, fits, strict=True) if not ok]
     if skipped:

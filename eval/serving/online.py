@@ -179,7 +179,7 @@ def server_depth(warm: Snapshot, wanted: int) -> int:
 def fitting(server: Server, verifier, prompts: list[Prompt], settings: EvalSettings) -> list[Prompt]:
     """The prompts that leave room for a whole answer with its last draft, here and on the server."""
     positions = verifier.head_geometry["max_position_embeddings"]
-    room = min(positions, server.longest or positions) - settings.room
+    room = settings.prompt_room(min(positions, server.longest or positions))
     short = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
     if not short:
         raise UserError(
