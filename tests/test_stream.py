@@ -59,7 +59,7 @@ def test_the_prompt_may_come_on_standard_input(answer):
     [
         (["draft=none", "prompt=a", "decode.batch=2"], "expected decode.batch=1, found 2"),
         (["prompt=a"], "give the run to evaluate"),
-        (["draft=none", "prompt=a", "decode.max_new_tokens=100000"], "lower decode.max_new_tokens"),
+        (["draft=none", "prompt=a", "decode.max_new_tokens=100000"], "needs 100012 positions, found 512"),
     ],
 )
 def test_a_mistake_is_one_line(answer, words, message):
