@@ -166,6 +166,7 @@ def test_all_of_them_write_json_and_plots(tmp_path, command):
         (["name=tree", "shape=[9,9]"], "found [9, 9]"),
         (["name=rollback", "depth=1"], "found 1"),
         (["name=n_sweep", "alpha=1"], "found 1.0"),
+        (["name=n_sweep", "max_n=100000000"], "max_n from 2 to 1000"),
     ],
 )
 def test_mistakes_are_one_line(words, hint, command):

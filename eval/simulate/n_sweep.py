@@ -19,8 +19,8 @@ def runs_of_accepts(alpha: float, count: int, rng: np.random.Generator) -> np.nd
 
 def simulate(cfg) -> Finding:
     """The same rounds at every N: a chain of N keeps the first N drafts of a run. Raises UserError."""
-    if not 0 < cfg.alpha < 1 or cfg.max_n < 2:
-        raise UserError(f"expected alpha between 0 and 1 and max_n of 2 or more, found {cfg.alpha} and {cfg.max_n}")
+    if not 0 < cfg.alpha < 1 or not 2 <= cfg.max_n <= 1000:
+        raise UserError(f"expected alpha between 0 and 1 and max_n from 2 to 1000, found {cfg.alpha} and {cfg.max_n}")
     rounds = cfg.rounds or 1_000_000
     exact = outlook([cfg.alpha] * cfg.max_n, cfg.c)
     run_R = runs_of_accepts(cfg.alpha, rounds, np.random.default_rng(cfg.seed))
