@@ -185,13 +185,8 @@ def _compose(command: str, overrides: list[str]) -> Any:
     try:
         with initialize_config_dir(CONF, version_base="1.3", job_name=command):
             return compose(command, overrides)
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # trainer=null, [null], an integer that is no float
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
+        # the last three: trainer=null, trainer=[null], an integer that is no float
         raise UserError(explain(error)) from error
 
 

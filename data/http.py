@@ -18,8 +18,10 @@ def address(url: object, setting: str) -> str:
     bare = str(url).rstrip("/").removesuffix("/v1")
     try:
         found = httpx.URL(bare)
-        if found.scheme not in ("http", "https") or not found.host or found.port not in (None, *range(1, 2**16)):
-            raise httpx.InvalidURL("no host, or no port of it")
+        if found.scheme not in ("http", "https") or not found.host:
+            raise httpx.InvalidURL("no host")
+        if found.port is not None and not 0 < found.port < 1 << 16:
+            raise httpx.InvalidURL("no port of one")
     except httpx.InvalidURL as error:
         raise UserError(f"expected {setting}=http://HOST:PORT, found {url}") from error
     return bare
